@@ -1,1 +1,1 @@
-"""Recipe: the models of every key, where a recipe comes from, and its checks."""
+"""Recipe, the configuration of a run: models of its keys, loading, and checks."""

@@ -1,4 +1,4 @@
-"""Base class of all configuration models: frozen, no unknown keys, documented fields."""
+"""Base class of all configuration models, and messages for pydantic's validation errors."""
 
 import difflib
 import re
@@ -14,11 +14,11 @@ from areal_hpc.errors import Problem
 from areal_hpc.recipe.keys import hide_private_values_equal_in, rank_section
 
 Location = tuple[int | str, ...]
-"""Of a value in a tree: keys, and places in lists."""
+"""Location of a value in a tree: keys, and indices in lists."""
 
 
 REWARD_NAMES = ("reward", "reward_fn", "reward_func", "reward_funcs", "reward_function")
-"""What other trainers call the key of a reward."""
+"""Keys for a reward in other trainers."""
 REWARD_HINT = (
     "a recipe names no reward: it is what the agent's `run` returns, and an agent that calls a "
     "reward function takes its name from rollout.workflow_kwargs"
@@ -26,7 +26,7 @@ REWARD_HINT = (
 
 
 class BaseConfig(BaseModel):
-    """One stage's part of a recipe. Unknown keys are errors; values never change after parsing.
+    """Section of a recipe. Unknown keys are errors; values never change after parsing.
 
     Floats are finite.
     """
@@ -38,21 +38,21 @@ class BaseConfig(BaseModel):
         allow_inf_nan=False,
     )
     key_hints: ClassVar[Mapping[str, str]] = {}
-    """Unknown keys that people write here, and what to write in their place."""
+    """Hints for unknown keys that users often write in this section."""
 
 
 def explain_validation_errors(
     errors: Iterable[ErrorDetails], root: type[BaseConfig], prefix: str = ""
 ) -> Iterator[Problem]:
-    """Findings of pydantic in the words of the person who wrote the file, one for each key.
+    """Explain pydantic's errors in terms of the file, as one problem for each key.
 
-    A value that is none of several types is found wrong by each of them. `prefix` is put before
-    the key, for files that hold a part of a recipe.
+    For a value that fits none of several types pydantic reports an error for each of them. `prefix`
+    is put before the key, for files that hold a part of a recipe.
     """
-    found: dict[Location, list[ErrorDetails]] = {}
+    items_by_key: dict[Location, list[ErrorDetails]] = {}
     for item in errors:
-        found.setdefault(_cut_to_key(item["loc"], root), []).append(item)
-    for location, items in found.items():
+        items_by_key.setdefault(_cut_to_key(item["loc"], root), []).append(item)
+    for location, items in items_by_key.items():
         yield _explain_errors_of_key(items, location, root, prefix)
 
 
@@ -66,43 +66,43 @@ def _explain_errors_of_key(
         return Problem(f"unknown key {name!r}", key, _suggest_key(str(name), root, tuple(section)))
     if first["type"] == "missing":
         return Problem("this key is required", key, _suggest_missing(root, location))
-    # Of several types the value is meant to be of the one that it is wrong within.
+    # Among several types the user means the one with the innermost error.
     depth = max(len(item["loc"]) for item in items)
-    told = [item for item in items if len(item["loc"]) == depth]
-    message = ", or ".join(dict.fromkeys(map(_describe_error, told)))
-    searched = ".".join(str(part) for part in location if not isinstance(part, int))
-    hint = f"areal-hpc recipe-keys | grep -F {searched}" if searched else ""
-    found = told[0]["input"]
-    shown = hide_private_values_equal_in(found, found, ".".join(map(str, location)))
+    innermost = [item for item in items if len(item["loc"]) == depth]
+    message = ", or ".join(dict.fromkeys(map(_describe_error, innermost)))
+    searched_key = ".".join(str(part) for part in location if not isinstance(part, int))
+    hint = f"areal-hpc recipe-keys | grep -F {searched_key}" if searched_key else ""
+    value = innermost[0]["input"]
+    shown = hide_private_values_equal_in(value, value, ".".join(map(str, location)))
     return Problem(f"{message}, got {shown!r:.300}", key, hint)
 
 
 def _describe_error(item: ErrorDetails) -> str:
     if item["type"] == "string_pattern_mismatch":
         return f"it must match the regular expression {item['ctx']['pattern']}"
-    said = item["msg"].removeprefix("Value error, ").partition(", unable to parse ")[0]
-    return re.sub(r"^\w+ should ", "it must ", said)
+    message = item["msg"].removeprefix("Value error, ").partition(", unable to parse ")[0]
+    return re.sub(r"^\w+ should ", "it must ", message)
 
 
 def _cut_to_key(location: Location, root: type[BaseConfig]) -> Location:
     annotation: Any = root
-    found: list[int | str] = []
+    key: list[int | str] = []
     for part in location:
         annotation = _strip_none(annotation)
         if get_origin(annotation) in (Union, UnionType):
-            named = [one for one in get_args(annotation) if getattr(one, "__name__", "") == part]
+            named = [kind for kind in get_args(annotation) if getattr(kind, "__name__", "") == part]
             if not named or get_section_class(named[0]) is None:
                 break
             annotation = named[0]  # a section that is one of several types
             continue
-        found.append(part)
+        key.append(part)
         annotation = _get_type_within(annotation, part)
-    return tuple(found)
+    return tuple(key)
 
 
 def _strip_none(annotation: Any) -> Any:
     while True:
-        kinds = [one for one in get_args(annotation) if one is not NoneType]
+        kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
         is_optional = get_origin(annotation) in (Union, UnionType) and len(kinds) == 1
         if not is_optional and get_origin(annotation) is not Annotated:
             return annotation
@@ -178,7 +178,7 @@ def _find_section(
 
 
 def get_key_separator(field: FieldInfo) -> str:
-    """What stands between the key of a section and those in it: sections by name have one more."""
+    """Return the separator between a section's key and its own keys; mappings add a name."""
     return ".<name>." if _is_mapping(field.annotation) else "."
 
 
@@ -187,7 +187,7 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def get_section_class(annotation: Any) -> type[BaseConfig] | None:
-    """The configuration class behind a field, optional or not."""
+    """Return the configuration class in a field's annotation, optional or not; None without."""
     for choice in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(choice, type) and issubclass(choice, BaseConfig):
             return choice

@@ -24,14 +24,14 @@ JUNK_SCORES = {
     "acre": 0.18,
     "syllogism": 0.15,
 }
-"""Sets of reasoning-gym and what their own scorers pay in the mean for one reply to all tasks, 0, 1
-or None, which answers nothing (0.1.25, a hundred tasks of each)."""
+"""Mean scores that reasoning-gym's own scorers give, on all tasks of a set, to the same reply 0, 1
+or None, which answers nothing (version 0.1.25, a hundred tasks of each)."""
 SMALLEST_DECAY_OF_A_STEP = 2.0**-25
-"""Of a weight: 1 less any smaller share is 1 in float32."""
+"""Share of a weight below which decay has no effect, as 1 less a smaller share is 1 in float32."""
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
-    """Values that do not fit together."""
+    """Find values that do not fit together."""
     yield from _find_training_conflicts(recipe)
     yield from _find_workflow_and_evaluation_problems(recipe)
     yield from _find_online_conflicts(recipe)
@@ -42,12 +42,13 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 
 def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
-    """Warn of valid but suspicious settings: a line for each."""
-    for one in recipe.evaluation_sets:
-        if one.n_samples > 1 and one.sampling.temperature == 0:
+    """Find valid but suspicious settings, and yield a warning for each."""
+    for item in recipe.evaluation_sets:
+        key = f"evaluation.sets.{item.name}"
+        if item.n_samples > 1 and item.sampling.temperature == 0:
             yield (
-                f"evaluation.sets.{one.name} plays each task {one.n_samples} times at temperature "
-                f"0, and all samples come out alike; set evaluation.sets.{one.name}.sampling"
+                f"{key} plays each task {item.n_samples} times at temperature 0, and all samples "
+                f"come out alike; set {key}.sampling"
             )
     for source, key in recipe.train_dataset.list_sources("train_dataset"):
         is_reasoning_gym = (source.generator or "").endswith(":make_reasoning_tasks")
@@ -193,7 +194,7 @@ def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             "add a valid_dataset (not available with mode=online) or set "
             "evaluation.separate_cell=false",
         )
-    if rollout.curriculum and any(one.weight != 1 for one in recipe.train_dataset.sources):
+    if rollout.curriculum and any(source.weight != 1 for source in recipe.train_dataset.sources):
         yield Problem(
             "weights of train_dataset.sources are ignored when rollout.curriculum is set",
             "train_dataset.sources",
@@ -206,7 +207,7 @@ def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if agent.mode != "online":
         return
     runs_agent, no_held_out = "external programs run the agent", "nothing would play held-out tasks"
-    instead = "evaluate the exported model"
+    alternative = "evaluate the exported model"
     for is_set, key, why, hint in (
         (rollout.workflow, "rollout.workflow", runs_agent, "leave it out"),
         (agent.isolation, "rollout.agent.isolation", runs_agent, "remove it"),
@@ -229,8 +230,8 @@ def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "use 0",
         ),
         (evaluation.workflow, "evaluation.workflow", no_held_out, "leave it out"),
-        (evaluation.sets, "evaluation.sets", no_held_out, f"set it to null; {instead}"),
-        (recipe.valid_dataset, "valid_dataset", no_held_out, f"remove it; {instead}"),
+        (evaluation.sets, "evaluation.sets", no_held_out, f"set it to null; {alternative}"),
+        (recipe.valid_dataset, "valid_dataset", no_held_out, f"remove it; {alternative}"),
     ):
         if is_set:
             yield Problem(f"{key} cannot be used with mode=online: {why}", key, hint)
@@ -250,13 +251,13 @@ def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:
             f"evaluation.sets.{VALIDATION_SET_NAME}",
             "remove valid_dataset, or give the set another name",
         )
-    for name, one in recipe.evaluation.sets.items():
+    for name, config in recipe.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
-        if one.workflow_kwargs and not one.workflow:
+        if config.workflow_kwargs and not config.workflow:
             message = f"{key}.workflow_kwargs is set but {key}.workflow is not"
             yield Problem(message, f"{key}.workflow_kwargs", f"add {key}.workflow=...")
-        n_samples = one.n_samples or recipe.evaluation.n_samples
-        for metric in one.metrics:
+        n_samples = config.n_samples or recipe.evaluation.n_samples
+        for metric in config.metrics:
             if resolve_k(metric, n_samples) > n_samples:
                 yield Problem(
                     f"{metric} needs {resolve_k(metric, n_samples)} samples of a task, and "
@@ -352,14 +353,14 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.max_episode_tries",
             "leave it out, or use rollout.failed_episodes=retry",
         )
-    least = max(cells, rollout.episodes_per_ticket)
-    if rollout.max_concurrent_rollouts < least:
+    min_concurrent = max(cells, rollout.episodes_per_ticket)
+    if rollout.max_concurrent_rollouts < min_concurrent:
         yield Problem(
             f"rollout.max_concurrent_rollouts={rollout.max_concurrent_rollouts} is too small: "
             f"{cells} cells with groups of {rollout.episodes_per_ticket} episodes need at least "
-            f"{least}",
+            f"{min_concurrent}",
             "rollout.max_concurrent_rollouts",
-            f"use {least} or more",
+            f"use {min_concurrent} or more",
         )
     if rollout.record_sampling_mask and rollout.sampling.top_k > MAX_MASK_TOKENS_PER_POSITION:
         yield Problem(
@@ -392,16 +393,16 @@ def _find_served_teacher_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if recipe.trainer.objective.teacher.url is None:
         return
     rollout = recipe.rollout
-    for name, value, needed in (
+    for name, value, required in (
         ("sampling.temperature", rollout.sampling.temperature, 1.0),
         ("record_sampling_mask", rollout.record_sampling_mask, False),
     ):
-        if value != needed:
+        if value != required:
             yield Problem(
                 f"rollout.{name}={value}: the server of trainer.objective.teacher.url gives "
                 "log-probabilities of the whole softmax at temperature 1",
                 f"rollout.{name}",
-                f"use {str(needed).lower()}, or trainer.objective.teacher.path",
+                f"use {str(required).lower()}, or trainer.objective.teacher.path",
             )
     if rollout.agent.sampling == "agent":
         yield Problem(

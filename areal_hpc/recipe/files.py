@@ -1,7 +1,6 @@
-"""Files of recipes: the user's, those that ship with the package, and those that they extend.
+"""Finds and reads the files of recipes: the user's, shipped ones, and those that they extend.
 
-A header is the comment at the top of a shipped recipe. Its first line says what the recipe is for.
-Then
+A header is the comment at the top of a shipped recipe. Its first line is the recipe's purpose. Then
 
     # hardware        2 CPU cores, 6 GB
     # wall time       4 min
@@ -29,11 +28,11 @@ from areal_hpc.checkout import get_shipped_dir
 from areal_hpc.errors import RecipeError
 
 EXTENDS_KEY = "extends"
-"""At the top of a recipe's file: the recipe over which its keys are merged."""
+"""Key of the recipe over which a file's keys are merged."""
 
 
 def find_recipe_file(path: Path) -> Path:
-    """The file of a recipe; a shipped one may be given by its name."""
+    """Find the file of a recipe, given by its path or by the name of a shipped recipe."""
     if path.is_file():
         return path
     if path.is_dir():
@@ -44,14 +43,14 @@ def find_recipe_file(path: Path) -> Path:
 
 
 def list_recipe_files(path: Path) -> list[Path]:
-    """A recipe's file and those that it extends, one after the other, itself first.
+    """List a recipe's file and those that it extends in turn, the recipe's first.
 
     Raises:
-        RecipeError: One is missing or cannot be read, or one extends itself by way of others.
+        RecipeError: A file is missing or cannot be read, or extends itself through others.
     """
     files = [path]
     while base := _read_extends(read_yaml(files[-1]), files[-1]):
-        if any(base.samefile(one) for one in files):
+        if any(base.samefile(file) for file in files):
             chain = " -> ".join(map(str, [*files, base]))
             raise RecipeError(
                 f"a recipe extends itself: {chain}",
@@ -82,7 +81,7 @@ def _read_extends(tree: DictConfig, path: Path) -> Path | None:
 
 def _suggest_recipe(path: Path, extending: Path | None = None) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
-    names = [one.name for one in sorted(folder.glob("*.yaml")) if one != extending]
+    names = [file.name for file in sorted(folder.glob("*.yaml")) if file != extending]
     if near := difflib.get_close_matches(path.name, names, n=1):
         return f"did you mean {folder / near[0]}?"
     if is_recipe_name(str(path)):
@@ -91,7 +90,7 @@ def _suggest_recipe(path: Path, extending: Path | None = None) -> str:
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """The keys and values of a YAML file; a RecipeError says why it has none."""
+    """Read the keys and values of a YAML file, or raise RecipeError."""
     try:
         tree = OmegaConf.load(path)
     except (OmegaConfBaseException, ValueError) as error:
@@ -99,7 +98,7 @@ def read_yaml(path: Path) -> DictConfig:
     except PermissionError as error:
         hint = "ask its owner for a copy without secrets, or run this as its owner"
         raise RecipeError(f"{path} may not be read", key=str(path), hint=hint) from error
-    except (yaml.YAMLError, OSError) as error:  # OSError: a number, or a text
+    except (yaml.YAMLError, OSError) as error:  # OSError: the file is a number or a text
         hint = "mend the line that is named"
         raise RecipeError(f"{path} is not YAML: {error}", key=str(path), hint=hint) from error
     if not OmegaConf.is_dict(tree):
@@ -108,7 +107,7 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 HEADER_FIELDS = ("hardware", "wall time", "expected", "verified")
-"""Of every shipped recipe, in this order."""
+"""Fields in the header of every shipped recipe, in this order."""
 RECIPE_SUFFIXES = (".yaml", ".yml")
 _FIELD_PATTERN = re.compile(rf"# ({'|'.join(HEADER_FIELDS)}) {{2,}}(\S.*)")
 _VARIANT_PATTERN = re.compile(r"# variant (\S+) +(\S.*)")
@@ -116,7 +115,7 @@ _VARIANT_PATTERN = re.compile(r"# variant (\S+) +(\S.*)")
 
 @dataclass(frozen=True, slots=True)
 class RecipeHeader:
-    """What the comment at the top of a recipe says."""
+    """Contents of the comment at the top of a recipe."""
 
     purpose: str
     hardware: str
@@ -127,23 +126,23 @@ class RecipeHeader:
 
 
 def list_shipped_recipes() -> dict[str, Path]:
-    """Files of the shipped recipes by name: quick starts, then by hardware, then variants."""
+    """List the shipped recipes' files by name: quick starts, then by hardware, then variants."""
     root = get_shipped_dir() / "recipes"
     paths = {
         path.relative_to(root).as_posix().removesuffix(".yaml"): path
         for path in root.rglob("*.yaml")
     }
-    return {name: paths[name] for name in sorted(paths, key=_compute_place)}
+    return {name: paths[name] for name in sorted(paths, key=_compute_sort_key)}
 
 
-def _compute_place(name: str) -> tuple[bool, bool, list[tuple[int, str]]]:
+def _compute_sort_key(name: str) -> tuple[bool, bool, list[tuple[int, str]]]:
     parts = re.findall(r"(\d+)|(\D+)", name)
     numbers = [(int(digits or 0), text) for digits, text in parts]
     return "/" in name, not name.startswith("quickstart"), numbers
 
 
 def is_recipe_name(text: str) -> bool:
-    """True for the name of a shipped recipe, as against the path of a file."""
+    """Return whether a text has the form of a shipped recipe's name, not of a path."""
     return (
         not text.endswith(RECIPE_SUFFIXES)
         and re.fullmatch(r"(variants/)?[\w.-]+", text) is not None
@@ -151,10 +150,10 @@ def is_recipe_name(text: str) -> bool:
 
 
 def find_shipped_recipe(name: str, key: str = "") -> Path:
-    """The file of a shipped recipe.
+    """Return the file of a shipped recipe.
 
     Raises:
-        RecipeError: There is none of that name; names `key`.
+        RecipeError: No shipped recipe has this name; the error names `key`.
     """
     known = list_shipped_recipes()
     if name not in known:
@@ -165,13 +164,13 @@ def find_shipped_recipe(name: str, key: str = "") -> Path:
 
 
 def suggest_recipe_name(name: str) -> str:
-    """What to try instead of a name that no shipped recipe has."""
+    """Suggest a name in place of one that no shipped recipe has."""
     near = difflib.get_close_matches(name, list_shipped_recipes(), n=1)
     return f"did you mean {near[0]}?" if near else "areal-hpc recipes lists those that are shipped"
 
 
 def parse_header(text: str) -> RecipeHeader:
-    """The header of a recipe's text; what it does not say is empty."""
+    """Parse the header of a recipe's text; missing fields are empty."""
     lines = text.splitlines()
     purpose = lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
     fields = {}

@@ -1,6 +1,6 @@
-"""Lookup of repositories in the local Hugging Face cache; never downloads.
+"""Looks up repositories in the local cache of the Hugging Face hub; never downloads.
 
-The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It has to be on shared storage: jobs read it.
+The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It must be on shared storage, where jobs read it.
 """
 
 import re
@@ -30,7 +30,7 @@ def parse_hub_files(text: str) -> HubFiles:
     """Split `owner/name[@revision]/PATTERN`.
 
     Raises:
-        ValueError: It is nothing of that form.
+        ValueError: The text has another form.
     """
     match = _HUB_FILES_PATTERN.fullmatch(text)
     if match is None:
@@ -41,12 +41,12 @@ def parse_hub_files(text: str) -> HubFiles:
 
 
 def find_snapshot(repo: str, kind: RepoKind, key: str) -> Path:
-    """The folder in the cache of `owner/name[@revision]`; of its branch main without a revision.
+    """Return the cached folder of `owner/name[@revision]`, by default of the branch main.
 
     Raises:
-        RecipeError: It is not there, or no name of the hub's; names the recipe's `key`.
+        RecipeError: It is not cached, or the name is invalid; the error names the recipe's `key`.
     """
-    # Imported late: only recipes that name the hub pay for it.
+    # Imported here, because only recipes that name the hub need this slow import.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

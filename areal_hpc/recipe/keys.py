@@ -1,7 +1,7 @@
-"""Dotted keys of recipes, and values that may be secrets.
+"""Dotted keys of recipes, and hiding of values that may be secrets.
 
-recipe.yaml alone holds such values, for its owner alone. Files of jobs have none of them: the
-process that needs a value reads the recipe when it starts. Commands that look at runs import this.
+Only recipe.yaml, readable by its owner alone, holds such values. Files of jobs have none of them:
+a process that needs a value reads the recipe when it starts. Commands that view runs import this.
 """
 
 import re
@@ -14,30 +14,30 @@ import yaml
 from areal_hpc.errors import ClusterError, RecipeError
 
 USUAL_SECTIONS = ("trainer", "rollout", "inference")
-"""Where a key is looked for first that was written without its section."""
+"""Sections searched first for a key that was written without its section."""
 
 
 def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping."""
-    found: dict[str, Any] = {}
+    """Return the leaves of a nested mapping by dotted keys."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= flatten_keys(value, f"{prefix}{key}.")
+            leaves |= flatten_keys(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            leaves[f"{prefix}{key}"] = value
+    return leaves
 
 
 def flatten_keys_hiding_private_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys of a recipe with their values; values that may be secrets are hidden."""
+    """Return a recipe's values by dotted keys, with possible secrets hidden."""
     return flatten_keys(hide_private_values_equal_in(recipe, recipe))
 
 
 def rank_section(dotted_key: str) -> tuple[int, int]:
-    """Order of a key: those of `USUAL_SECTIONS` come first, then the outermost."""
+    """Compute a key's sort order: `USUAL_SECTIONS` first, then by depth."""
     section = dotted_key.partition(".")[0]
-    usual = USUAL_SECTIONS.index(section) if section in USUAL_SECTIONS else len(USUAL_SECTIONS)
-    return usual, dotted_key.count(".")
+    position = USUAL_SECTIONS.index(section) if section in USUAL_SECTIONS else len(USUAL_SECTIONS)
+    return position, dotted_key.count(".")
 
 
 _PRIVATE_KEY_PATTERN = re.compile(r"(^|\.)(variables|workflow_kwargs)(\.|$)")
@@ -46,13 +46,13 @@ _HIDDEN_VALUE_TEXT = "(in recipe.yaml)"
 
 
 def read_role_variables(recipe: Path, role: str) -> dict[str, str]:
-    """Variables that a run's recipe gives to the processes of a role."""
+    """Read the environment variables that a run's recipe gives to a role's processes."""
     variables: dict[str, str] = _read_recipe(recipe)["cluster"][role].get("variables", {})
     return variables
 
 
 def hide_private_values_equal_in(tree: Any, kept: Any, key: str = "") -> Any:
-    """A recipe without the private values that it shares with the one that is kept."""
+    """Replace the private values of a recipe that are equal in the stored one."""
     if isinstance(tree, Mapping):
         others = kept if isinstance(kept, Mapping) else {}
         return {
@@ -63,9 +63,9 @@ def hide_private_values_equal_in(tree: Any, kept: Any, key: str = "") -> Any:
 
 
 def hide_private_arguments(arguments: list[str]) -> Iterator[str]:
-    """A command line without the private values among its overrides.
+    """Replace the private values in a command line's overrides.
 
-    A key may be written as `cluster.agents[variables]`, or stand in the value of a section:
+    A key may be written as `cluster.agents[variables]`, or be part of a section's value:
     `cluster.agents={variables: ...}`.
     """
     for argument in arguments:

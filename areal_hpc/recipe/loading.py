@@ -1,4 +1,4 @@
-"""Recipes from YAML files, site files and overrides."""
+"""Loads recipes from YAML files, site files and command-line overrides."""
 
 import contextlib
 import re
@@ -36,27 +36,27 @@ EXCLUSIVE_KEYS = {
     "valid_dataset": TaskSetConfig.source_keys,
     "sft.dataset": TaskSetConfig.source_keys,
 }
-"""Sections of a recipe that say where something comes from, by keys of which one is given."""
+"""Sections that name a source by exactly one of several keys."""
 DEPENDENT_KEYS_BY_SOURCE = {
     "generator": ("kwargs",),
 }
-"""Keys beside one of those that mean nothing without it."""
+"""Keys that are valid only beside one of those."""
 
 ContainerKindConflict = tuple[str, str, str]
-"""A key, what it has and what it would get instead."""
+"""Key, its present kind of value, and the new one."""
 _CONTAINER_WORDS: Mapping[type, str] = {dict: "keys and values", list: "a list"}
 
 
 def load_recipe(
     path: Path | str, overrides: Sequence[str] = (), site: Path | None = None
 ) -> Recipe:
-    """The recipe of a file: overrides win over it, and it wins over the keys of a site file.
+    """Load the recipe of a file: overrides win over it, and it wins over the keys of a site file.
 
-    Where there is no such file, the path may be the name of a shipped recipe, as `quickstart` is.
+    If there is no such file, the path may be the name of a shipped recipe, such as `quickstart`.
 
     Raises:
-        RecipeError: Every problem of the recipe at once: unknown keys with the nearest known
-            one, wrong types with expected and got, values that do not fit together.
+        RecipeError: The recipe has problems, all reported at once: unknown keys with the nearest
+            known one, wrong types with expected and got, values that do not fit together.
     """
     path = find_recipe_file(Path(path))
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
@@ -87,19 +87,19 @@ def _read_with_bases(path: Path) -> DictConfig:
 
 
 def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
-    """Trees in one, in which later ones win.
+    """Merge trees, of which later ones win.
 
     Raises:
-        RecipeError: One has a list where another has keys; all such places at once.
+        RecipeError: A tree has a list where another has keys; all such keys at once.
     """
     plain = [OmegaConf.to_container(tree) for tree in trees]
-    unlike = [
-        one for pair in combinations(plain, 2) for one in _find_container_kind_conflicts(*pair)
+    conflicts = [
+        found for pair in combinations(plain, 2) for found in _find_container_kind_conflicts(*pair)
     ]
-    if unlike:
+    if conflicts:
         raise RecipeError.from_problems(
-            Problem(f"expected {wanted}, got {found}", key)
-            for key, wanted, found in dict.fromkeys(unlike)
+            Problem(f"expected {expected}, got {actual}", key)
+            for key, expected, actual in dict.fromkeys(conflicts)
         )
     return OmegaConf.merge(*trees)
 
@@ -107,7 +107,7 @@ def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
 def _find_container_kind_conflicts(
     value: object, new_value: object, key: str = ""
 ) -> Iterator[ContainerKindConflict]:
-    kinds = [_CONTAINER_WORDS.get(type(one)) for one in (value, new_value)]
+    kinds = [_CONTAINER_WORDS.get(type(side)) for side in (value, new_value)]
     if isinstance(value, Mapping) and isinstance(new_value, Mapping):
         for name in value.keys() & new_value.keys():
             below = f"{key}.{name}" if key else str(name)
@@ -117,7 +117,7 @@ def _find_container_kind_conflicts(
 
 
 def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
-    # OmegaConf's own `missing_keys` resolves: a resolved recipe may have a text with `${...}`.
+    # OmegaConf's `missing_keys` resolves, but a resolved recipe may have a text with `${...}`.
     if missing := sorted(_find_missing_keys(OmegaConf.to_container(tree))):
         raise RecipeError.from_problems(
             Problem("expected a value, got ???", key, f"write one, or add {key}=... to the command")
@@ -129,11 +129,11 @@ def _find_missing_keys(value: object, key: str = "") -> Iterator[str]:
     if value == "???":
         yield key
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _find_missing_keys(one, f"{key}.{name}" if key else str(name))
+        for name, inner in value.items():
+            yield from _find_missing_keys(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _find_missing_keys(one, f"{key}[{number}]")
+        for number, inner in enumerate(value):
+            yield from _find_missing_keys(inner, f"{key}[{number}]")
 
 
 def _build_interpolation_error(error: InterpolationResolutionError, path: Path) -> RecipeError:
@@ -147,7 +147,7 @@ def _build_interpolation_error(error: InterpolationResolutionError, path: Path) 
 
 
 def build_recipe(values: object) -> Recipe:
-    """The recipe of a tree of keys; a RecipeError tells every problem at once."""
+    """Build the recipe of a tree of keys; a RecipeError reports all problems at once."""
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
@@ -158,13 +158,13 @@ def build_recipe(values: object) -> Recipe:
 
 
 def read_site_file(path: Path) -> DictConfig:
-    """The keys of a site file, each checked, though it need not hold all that a cluster has.
+    """Read and check the keys of a site file, which may be some of those of `cluster`.
 
-    A value with `${...}` stays as it is written: it may name a key that only the recipe has. So
-    does `???`, for a value that the recipe or the command line gives.
+    A value with `${...}` stays as it is written, because it may name a key that only the recipe
+    has. So does `???`, for a value that the recipe or the command line gives.
 
     Raises:
-        RecipeError: Every problem of the file at once.
+        RecipeError: The file has problems; all are reported at once.
     """
     if not path.is_file():
         raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
@@ -172,14 +172,14 @@ def read_site_file(path: Path) -> DictConfig:
     try:
         ClusterConfig.model_validate(_resolve_site(tree, path))
     except ValidationError as error:
-        found = [item for item in error.errors() if item["type"] != "missing"]
-        if problems := list(explain_validation_errors(found, ClusterConfig, f"{path}: ")):
+        errors_found = [item for item in error.errors() if item["type"] != "missing"]
+        if problems := list(explain_validation_errors(errors_found, ClusterConfig, f"{path}: ")):
             raise RecipeError.from_problems(problems) from None
     return tree
 
 
 def read_site_values(path: Path) -> dict[str, Any]:
-    """The keys of a site file with their values, without those that only a recipe gives."""
+    """Read the resolved values of a site file, without those that only a recipe gives."""
     return _resolve_site(read_site_file(path), path)
 
 
@@ -193,23 +193,23 @@ def _resolve_site(tree: DictConfig, path: Path) -> dict[str, Any]:
 
 def _resolve_known(node: Any) -> Any:
     if OmegaConf.is_list(node):
-        return [_resolve_known(one) for one in node]
+        return [_resolve_known(item) for item in node]
     if not OmegaConf.is_dict(node):
         return node
-    found = {}
+    resolved = {}
     for key in node:
         with contextlib.suppress(
             InterpolationKeyError, InterpolationToMissingValueError, MissingMandatoryValue
         ):
-            found[key] = _resolve_known(node[key])
-    return found
+            resolved[key] = _resolve_known(node[key])
+    return resolved
 
 
 def parse_overrides(overrides: Sequence[str]) -> DictConfig:
-    """The keys of `key.subkey=value` arguments.
+    """Parse `key.subkey=value` arguments.
 
     Raises:
-        RecipeError: Some are not of that form; all of these at once. Or a value is not YAML.
+        RecipeError: Arguments have another form or values that are not YAML; all at once.
     """
     if problems := [*_find_malformed_overrides(overrides)]:
         raise RecipeError.from_problems(problems)
@@ -224,12 +224,12 @@ def _find_malformed_overrides(overrides: Sequence[str]) -> Iterator[Problem]:
     for item in rest:
         key, equals, value = item.partition("=")
         if not equals:
-            # A key and its value may have been written apart.
-            after = next(rest, "")
-            apart = f"{key}={after}" if after and "=" not in after else f"{key}=..."
-            if "=" in after:
-                yield from _find_malformed_overrides([after])
-            yield Problem(f"expected key=value, got {item!r}", hint=f"write {apart}")
+            # The user may have written a key and its value as two arguments.
+            next_item = next(rest, "")
+            joined = f"{key}={next_item}" if next_item and "=" not in next_item else f"{key}=..."
+            if "=" in next_item:
+                yield from _find_malformed_overrides([next_item])
+            yield Problem(f"expected key=value, got {item!r}", hint=f"write {joined}")
             continue
         try:
             yaml.safe_load(value)
@@ -240,7 +240,7 @@ def _find_malformed_overrides(overrides: Sequence[str]) -> Iterator[Problem]:
 
 
 def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """A resolved recipe with other values, sources or preset, as `load_recipe` does it."""
+    """Apply overrides to a resolved recipe as `load_recipe` does: values, sources or preset."""
     tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
     remove_replaced_sources(tree, given)
     tree = drop_keys_invalidated_by_overrides(tree, given)
@@ -250,18 +250,18 @@ def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def drop_keys_invalidated_by_overrides(tree: DictConfig, overrides: DictConfig) -> DictConfig:
-    """A recipe without what its preset set, if it is a resolved one and an override has another.
+    """Remove the values of a resolved recipe's preset if an override has another preset.
 
-    A resolved recipe names every key: what was written by hand cannot be told from the rest.
+    A resolved recipe has every key, so values of the user and of the preset look alike.
     """
     objective = _select_unless_wrong(tree, "trainer.objective")
     written: Any = OmegaConf.to_container(overrides)
     loss_agg = get_recipe_value(written, "trainer.objective.loss_agg")
     if OmegaConf.is_dict(objective) and loss_agg not in (None, "seq_mean_token_sum_norm"):
-        objective.pop("loss_scale_tokens", None)  # it belongs to that alone
+        objective.pop("loss_scale_tokens", None)  # it is valid only for seq_mean_token_sum_norm
     preset = get_recipe_value(written, PRESET_KEY)
-    said = _select_unless_wrong(tree, PRESET_KEY.rpartition(".")[0])
-    if preset is None or said is None or not set(ObjectiveConfig.model_fields) <= set(said):
+    section = _select_unless_wrong(tree, PRESET_KEY.rpartition(".")[0])
+    if preset is None or section is None or not set(ObjectiveConfig.model_fields) <= set(section):
         return tree
     values = OmegaConf.to_container(tree)
     assert isinstance(values, dict)
@@ -269,10 +269,10 @@ def drop_keys_invalidated_by_overrides(tree: DictConfig, overrides: DictConfig) 
 
 
 def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
-    """Take those sources of a model or of a data set out of a recipe that an override replaces.
+    """Remove the sources of a model or a data set from a recipe that an override replaces.
 
-    Of the keys that exclude one another, one given on the command line wins over another kind in
-    the file, and what belongs to that one goes with it, such as a generator's arguments.
+    Among keys that exclude one another, one on the command line wins over another in the file.
+    That one's dependent keys, such as a generator's arguments, are removed with it.
     """
     written: Any = OmegaConf.to_container(overrides)
     for section, choices in EXCLUSIVE_KEYS.items():

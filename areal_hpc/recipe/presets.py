@@ -1,7 +1,7 @@
-"""Presets of the objective: names of algorithms for values of keys, and no code of their own.
+"""Presets of the objective: names of algorithms, which stand for values of keys.
 
-A key that the recipe says wins over its preset. A recipe that was resolved names every key: there
-another preset replaces what the former one had set.
+A key in the recipe wins over its preset. A resolved recipe has every key: there another preset
+replaces the values of the former one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ _MAX_TOKENS_KEY = "rollout.sampling.max_new_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """An algorithm, where it is described, and the keys that it differs from the default in."""
+    """Algorithm with its source, and the keys in which it differs from the default."""
 
     source: str
     objective: Mapping[str, Any]
-    """Below `trainer.objective`, sections of it nested."""
+    """Keys of `trainer.objective`, with nested sections."""
     values_outside_objective: Mapping[str, Any]
     """Dotted keys of other sections."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """Every key that it sets, dotted."""
+        """Values of all keys that it sets, by dotted keys."""
         return flatten_keys(self.objective, "trainer.objective.") | dict(
             self.values_outside_objective
         )
@@ -149,9 +149,9 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A recipe's tree with the keys that its preset sets and that it does not say itself.
+    """Add the keys of the preset that the recipe's tree lacks.
 
-    Whatever is not as a recipe should be stays so, for its model to refuse.
+    Invalid values stay, and the recipe's model refuses them.
     """
     preset = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY) or "default"), PRESETS["default"])
     for key, value in preset.values.items():
@@ -169,7 +169,7 @@ def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def drop_values_of_former_preset(
     tree: Mapping[str, Any], preset_name: str, root: type[BaseConfig]
 ) -> Mapping[str, Any]:
-    """A resolved recipe's tree without what its preset set, where another one takes its place."""
+    """Remove the values of a resolved recipe's preset, which another one replaces."""
     before = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY)), PRESETS["default"]).values
     after = PRESETS[preset_name].values if preset_name in PRESETS else {}
     for key in dict.fromkeys([*before, *after]):
@@ -181,26 +181,26 @@ def drop_values_of_former_preset(
 
 
 def describe_preset(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What a resolved recipe's preset has set, and where the recipe says otherwise."""
+    """Describe the values of a resolved recipe's preset, and those that the recipe changes."""
     name = str(get_recipe_value(tree, PRESET_KEY))
     preset = PRESETS[name]
     if name == "default":
         return
     yield f"{PRESET_KEY}={name} ({preset.source})"
     for key, value in preset.values.items():
-        found = get_recipe_value(tree, key)
-        by = "preset" if found == value else f"recipe; the preset has {value}"
-        yield f"  {key}={found}  ({by})"
+        actual = get_recipe_value(tree, key)
+        origin = "preset" if actual == value else f"recipe; the preset has {value}"
+        yield f"  {key}={actual}  ({origin})"
 
 
 def get_default(root: type[BaseConfig], key: str) -> Any:
-    """The default of a dotted key."""
+    """Return the default of a dotted key."""
     *sections, name = key.split(".")
     model = root
     for section in sections:
-        found = get_section_class(model.model_fields[section].annotation)
-        assert found is not None, key
-        model = found
+        inner = get_section_class(model.model_fields[section].annotation)
+        assert inner is not None, key
+        model = inner
     return model.model_fields[name].default
 
 

@@ -1,7 +1,7 @@
-"""Files of a project of one's own that begins as a shipped recipe, or as the tutorial's.
+"""Files for a new project of the user: a copy of a shipped recipe with its code, or the tutorial's.
 
-A recipe takes along those that it extends and the packages below `examples/` that they name. In the
-project these packages are the user's own: `examples.quickstart.agent` becomes `quickstart.agent`.
+The copy includes the recipes that it extends, and the packages below `examples/` that they name.
+The project owns these packages: `examples.quickstart.agent` becomes `quickstart.agent`.
 """
 
 import re
@@ -13,9 +13,9 @@ from areal_hpc.checkout import get_shipped_dir
 from areal_hpc.recipe.files import EXTENDS_KEY, find_shipped_recipe, list_recipe_files
 
 TUTORIAL_RECIPE = "my_recipe.yaml"
-"""In `examples/tutorial`, beside the agent's module, which is written beside it as well."""
+"""Recipe in `examples/tutorial`, which has the agent's module in the same folder."""
 CODE_SUFFIXES = (".py", ".yaml")
-"""Of files in which names of packages and recipes are replaced."""
+"""Suffixes of files in which names of packages and recipes are replaced."""
 _EXAMPLE_PATTERN = re.compile(r"\bexamples([./])(\w+)(?=[./])")
 _EXTENDS_PATTERN = re.compile(rf"(?m)^{EXTENDS_KEY}: .*$")
 _RECIPE_PATH_PATTERN = re.compile(r"\brecipes/(?:variants/)?([\w.-]+\.yaml)")
@@ -23,16 +23,16 @@ _RECIPE_PATH_PATTERN = re.compile(r"\brecipes/(?:variants/)?([\w.-]+\.yaml)")
 
 @dataclass(frozen=True, slots=True)
 class ProjectFiles:
-    """What to write into a new project's folder."""
+    """Files to write into a new project's folder."""
 
     recipe: str
-    """The name of the recipe's file."""
+    """Name of the recipe's file."""
     contents: Mapping[str, bytes]
-    """Bytes of each file by its path in the folder."""
+    """Contents of files by their paths in the folder."""
 
 
 def read_project_files(like: str | None) -> ProjectFiles:
-    """Those of a shipped recipe with its code; without a name the tutorial's."""
+    """Read the files of a shipped recipe with its code; without a name the tutorial's."""
     if like is None:
         folder = get_shipped_dir() / "examples" / "tutorial"
         files = [folder / TUTORIAL_RECIPE, *sorted(folder.glob("my_*.py"))]
@@ -52,15 +52,15 @@ def read_project_files(like: str | None) -> ProjectFiles:
 
 
 def _find_packages(texts: list[str]) -> list[Path]:
-    found: dict[Path, None] = {}
+    packages: dict[Path, None] = {}
     waiting = list(texts)
     while waiting:
         for _, name in _EXAMPLE_PATTERN.findall(waiting.pop()):
             folder = get_shipped_dir() / "examples" / name
-            if folder.is_dir() and folder not in found:
-                found[folder] = None
+            if folder.is_dir() and folder not in packages:
+                packages[folder] = None
                 waiting += [path.read_text() for path in folder.glob("*.py")]
-    return list(found)
+    return list(packages)
 
 
 def _read_package(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -1,4 +1,4 @@
-"""The recipe: one frozen tree of all configuration models."""
+"""`Recipe`: the frozen tree of all configuration models of a run."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
 
 
 class TinyModelConfig(BaseConfig):
-    """A randomly initialized Qwen3 of 2 layers, of hidden size 128, made for the run."""
+    """Randomly initialized Qwen3 with 2 layers and hidden size 128, made for the run."""
 
     vocab: Annotated[int, Field(ge=300)] = 384
-    """Most tokens the tokenizer may learn."""
+    """Largest vocabulary that the tokenizer may learn."""
 
 
 class ModelConfig(BaseConfig):
-    """The starting model: exactly one of `path`, `hub` and `tiny`."""
+    """Initial model: exactly one of `path`, `hub` and `tiny`."""
 
     key_hints: ClassVar[Mapping[str, str]] = {"revision": "write hub: OWNER/NAME@REVISION"}
 
     path: Path | None = None
-    """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
+    """Hugging Face model directory: config.json, safetensors, tokenizer files."""
     hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
     """`owner/name` or `owner/name@revision` on the Hugging Face hub, read from the local cache."""
     tiny: TinyModelConfig | None = None
-    """Make a tiny model whose tokenizer is trained on the demonstrations."""
+    """Tiny model to make, whose tokenizer is trained on the demonstrations."""
 
     @model_validator(mode="after")
     def _check_source_keys(self) -> ModelConfig:
@@ -60,46 +60,46 @@ class SftStageConfig(SftConfig):
     """Supervised fine-tuning on demonstrations, before reinforcement learning."""
 
     dataset: TaskSetConfig
-    """Rows `{"messages": [...]}`; the last message, the assistant's, is learnt."""
+    """Rows `{"messages": [...]}`; the last message, the assistant's, is learned."""
 
 
 class Recipe(BaseConfig):
     """Configuration of a run."""
 
     experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-    """Groups trials; part of the run directory."""
+    """Name of a group of trials; part of the run directory's path."""
     trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-    """One run; part of the run directory."""
+    """Name of the run; part of the run directory's path."""
     seed: int = 1
-    """Of task order, episodes, initialization and shuffling."""
+    """Seed of task order, episodes, initialization and shuffling."""
     cluster: ClusterConfig
     """Nodes, containers and Slurm options of the jobs."""
     model: ModelConfig
-    """The policy's model."""
+    """Initial model of the policy."""
     train_dataset: TrainTaskSetConfig
-    """Tasks to learn from."""
+    """Training tasks."""
     valid_dataset: TaskSetConfig | None = None
     """Held-out tasks; without them and `evaluation.sets` there is no evaluation."""
     sft: SftStageConfig | None = None
-    """Supervised fine-tuning first."""
+    """Supervised fine-tuning before reinforcement learning."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the weights on held-out tasks."""
     inference: InferenceConfig = InferenceConfig()
-    """SGLang."""
+    """Cells of SGLang servers."""
     proxy: ProxyConfig = ProxyConfig()
-    """The agent proxy."""
+    """Proxy between agents and SGLang."""
     rollout: RolloutConfig
-    """The user's agent."""
+    """The user's agent and its episodes."""
     reward: RewardConfig = RewardConfig()
-    """Rewards that run programs of the model."""
+    """Isolation of rewards that run programs of the model."""
     shards: ShardConfig = ShardConfig()
-    """Recorded trajectories."""
+    """Shards of recorded trajectories."""
     trainer: TrainerConfig = TrainerConfig()
-    """Megatron-core."""
+    """Training with Megatron-core."""
     weights: WeightsConfig = WeightsConfig()
-    """The broadcast of new weights."""
+    """Updates of the servers' weights."""
     alerts: AlertsConfig = AlertsConfig()
-    """Rules by which the run is judged after each step."""
+    """Rules on the metrics of each step."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,19 +108,19 @@ class Recipe(BaseConfig):
 
     @property
     def task_sets_with_keys(self) -> list[tuple[TaskSetConfig, str]]:
-        """Every source of tasks and of demonstrations, each with its place in the recipe."""
-        found = self.train_dataset.list_sources("train_dataset")
-        found += [(one.dataset, one.dataset_key) for one in self.evaluation_sets]
-        return found + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
+        """All sources of tasks and demonstrations, each with its key in the recipe."""
+        sources = self.train_dataset.list_sources("train_dataset")
+        sources += [(item.dataset, item.dataset_key) for item in self.evaluation_sets]
+        return sources + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
-        """Every set of held-out tasks, that of `valid_dataset` first."""
+        """All sets of held-out tasks, that of `valid_dataset` first."""
         return resolve_evaluation_sets(self.evaluation, self.valid_dataset)
 
     @property
     def episode_slots_per_cell(self) -> int:
-        """Episodes that a cell runs at once."""
+        """Number of episodes that a cell runs concurrently."""
         return max(1, self.rollout.max_concurrent_rollouts // self.inference.cells)
 
     @property

@@ -1,4 +1,4 @@
-"""Generated reference table of recipe keys."""
+"""Generates the reference table of recipe keys from the docstrings of the sections' fields."""
 
 import ast
 import inspect
@@ -18,11 +18,11 @@ from areal_hpc.recipe.sections.cluster import JobOptions
 
 TYPE_NAMES = {Any: "anything", Path: "path"}
 COMPARISON_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-"""By the names that pydantic's bounds have."""
+"""Signs of bounds, by their names in pydantic."""
 
 
 def render_key_table() -> str:
-    """Every key of a recipe with its type, default and meaning, as a Markdown table."""
+    """Render all keys of a recipe with type, default and meaning as a Markdown table."""
     lines = [
         "# Recipe keys",
         "",
@@ -39,7 +39,7 @@ def render_key_table() -> str:
 
 
 def list_keys() -> list[str]:
-    """Every key of a recipe that holds a value, in the order of the reference."""
+    """List the keys of a recipe that hold a value, in the order of the reference."""
     return list(_iterate_keys(Recipe, ""))
 
 
@@ -55,7 +55,7 @@ def _iterate_keys(model: type[BaseConfig], prefix: str) -> Iterator[str]:
 def _iterate_key_rows(
     model: type[BaseConfig], prefix: str, shown: dict[type[BaseConfig], str]
 ) -> Iterator[str]:
-    """Rows of a section; one row stands for a section whose keys are `shown` elsewhere."""
+    """Yield a section's rows; one row stands for a section whose keys are `shown` elsewhere."""
     meanings = _read_meanings(model)
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
@@ -66,10 +66,10 @@ def _iterate_key_rows(
                 names = list(JobOptions.model_fields)
                 keys = f"Those of `cluster.slurm` from `{names[0]}` to `{names[-1]}`."
                 yield f"| `{key}.<name>.<option>` | as there | `null` | {keys} |"
-            elif found := next((one for one in shown if issubclass(one, section)), None):
+            elif same := next((kind for kind in shown if issubclass(kind, section)), None):
                 below = f"{key}{get_key_separator(field)}<option>"
                 names = ", ".join(section.model_fields)
-                yield f"| `{below}` | as there | as there | As in `{shown[found]}`: {names}. |"
+                yield f"| `{below}` | as there | as there | As in `{shown[same]}`: {names}. |"
             else:
                 shown[section] = key
                 yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}", shown)
@@ -79,9 +79,9 @@ def _iterate_key_rows(
 
 
 def _read_meanings(model: type[BaseConfig]) -> dict[str, str]:
-    """The text below each key in the section's source, as a cell of a table.
+    """Read the docstring of each key from the section's source, as a cell of a table.
 
-    pydantic would read the sources at each import: a fifth of the time of loading a recipe.
+    pydantic would read the sources at each import, which takes a fifth of a recipe's loading.
     """
     meanings: dict[str, str] = {}
     for section in reversed(model.__mro__):
@@ -100,14 +100,14 @@ def _read_meanings(model: type[BaseConfig]) -> dict[str, str]:
 
 
 def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
-    """What may be written for a value of a type, such as `int >= 1 or null`.
+    """Describe the values of a type, such as `int >= 1 or null`.
 
-    `bounds` are constraints that were taken off it (`FieldInfo.metadata`).
+    `bounds` are constraints that pydantic has moved to `FieldInfo.metadata`.
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        taken_off = (one.metadata if isinstance(one, FieldInfo) else [one] for one in parts[1:])
-        return describe_type(parts[0], [*bounds, *chain.from_iterable(taken_off)])
+        inner = (item.metadata if isinstance(item, FieldInfo) else [item] for item in parts[1:])
+        return describe_type(parts[0], [*bounds, *chain.from_iterable(inner)])
     if origin in (Union, UnionType):
         kinds = [describe_type(part, bounds) for part in parts if part is not NoneType]
         return " or ".join([*kinds, "null"] if NoneType in parts else kinds)
@@ -126,12 +126,12 @@ def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
 
 
 def _format_bounds(bounds: Iterable[Any]) -> Iterator[str]:
-    for one in bounds:
+    for bound in bounds:
         for name, sign in COMPARISON_SIGNS.items():
-            if hasattr(one, name):
-                yield f"{sign} {getattr(one, name)}"
-        if getattr(one, "pattern", None):
-            yield f"like `{one.pattern}`"
+            if hasattr(bound, name):
+                yield f"{sign} {getattr(bound, name)}"
+        if getattr(bound, "pattern", None):
+            yield f"like `{bound.pattern}`"
 
 
 def _format_default(field: FieldInfo) -> str:

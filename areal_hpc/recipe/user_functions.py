@@ -1,4 +1,4 @@
-"""Import of user functions that a recipe names (`package.module:function`)."""
+"""Imports user functions that a recipe names (`package.module:function`)."""
 
 import difflib
 import importlib
@@ -13,12 +13,12 @@ from areal_hpc.checkout import format_missing_module_hint
 from areal_hpc.errors import RecipeError, describe_exception
 
 MAX_SHOWN_FRAMES = 5
-"""Frames of a traceback that an error shows, the deepest ones."""
+"""Number of innermost frames of a traceback that an error shows."""
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def import_by_path(dotted_path: str) -> Any:
-    """The object that `package.module.name` names.
+    """Import the object `package.module.name`.
 
     Raises:
         ImportError: There is no such module, or it has no such name.
@@ -27,17 +27,17 @@ def import_by_path(dotted_path: str) -> Any:
     module, dot, name = dotted_path.rpartition(".")
     if not dot:
         raise ValueError(f"expected package.module.name, got {dotted_path!r}")
-    found = importlib.import_module(module)
-    if not hasattr(found, name):
+    imported = importlib.import_module(module)
+    if not hasattr(imported, name):
         raise ImportError(f"the module {module!r} has no {name!r}", name=module)
-    return getattr(found, name)
+    return getattr(imported, name)
 
 
 def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
-    """The user's function that a recipe's `key` names.
+    """Load the user's function that a recipe's `key` names.
 
     Raises:
-        RecipeError: There is no such function, or importing its module fails; names `key`.
+        RecipeError: There is no such function, or its import fails; the error names `key`.
     """
     module, colon, name = dotted_path.partition(":")
     if not colon:
@@ -45,7 +45,7 @@ def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
     imported = import_user_module(module, dotted_path, key)
     function: Callable[..., Any] | None = getattr(imported, name, None)
     if function is None:
-        known = [one for one, value in vars(imported).items() if callable(value)]
+        known = [other for other, value in vars(imported).items() if callable(value)]
         raise RecipeError(
             f"{dotted_path!r}: the module {module!r} has no {name!r}"
             f"{format_name_suggestion(name, known)}",
@@ -62,12 +62,12 @@ def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
 def import_user_module(
     module: str, dotted_path: str, key: str, where: str = "in its environment"
 ) -> ModuleType:
-    """Import a module part after part, so that the error can name the first one that fails.
+    """Import a module part by part, so that the error can name the first one that fails.
 
-    `where` says in hints which environment needs what is missing.
+    `where` names, in hints, the environment that needs a missing module.
 
     Raises:
-        RecipeError: There is no such module, or importing it fails; names `key`.
+        RecipeError: There is no such module, or its import fails; the error names `key`.
     """
     parts = module.split(".")
     imported: ModuleType | None = None
@@ -79,7 +79,7 @@ def import_user_module(
             if error.name != prefix:
                 raise _build_import_error(prefix, dotted_path, key, where, error) from error
             path = None if imported is None else getattr(imported, "__path__", [])
-            known = [one.name for one in pkgutil.iter_modules(path)]
+            known = [module_info.name for module_info in pkgutil.iter_modules(path)]
             raise RecipeError(
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{format_name_suggestion(parts[end - 1], known)}",
@@ -88,7 +88,7 @@ def import_user_module(
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
             raise _build_import_error(prefix, dotted_path, key, where, error) from error
-    assert imported is not None  # a text has at least one part
+    assert imported is not None  # `split` returns at least one part
     return imported
 
 
@@ -103,7 +103,7 @@ def _build_import_error(
 
 
 def describe_user_error(error: BaseException) -> str:
-    """`ValueError: why`, and below it the frames of the traceback that are the user's code."""
+    """Describe an error as `ValueError: reason`, and list the traceback's frames in user code."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -119,6 +119,6 @@ def describe_user_error(error: BaseException) -> str:
 
 
 def format_name_suggestion(name: str, known_names: Iterable[str]) -> str:
-    """`; did you mean 'this'?` if one of the known names is like it; else nothing."""
+    """Suggest the most similar known name as `; did you mean 'this'?`; else empty."""
     near = difflib.get_close_matches(name, list(known_names), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""

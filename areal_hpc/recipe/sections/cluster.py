@@ -22,8 +22,8 @@ WantedGpus = (
 )
 FlagName = Annotated[str, Field(pattern="^[a-z][a-z0-9-]*$")]
 SlurmFlags = dict[FlagName, StrictBool | int | str]
-"""Name of an option without its dashes -> its value; true for an option without one, false for one
-that stays out."""
+"""Values of options by their names without dashes; true for an option without a value, false to
+leave an option out."""
 _REFUSED_SBATCH_FLAGS = {
     "array": "each run is submitted by itself; give each another trial_name",
     "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
@@ -35,30 +35,30 @@ _REFUSED_SBATCH_FLAGS = {
     "test-only": "`areal-hpc doctor RECIPE` asks Slurm whether it would take the jobs",
     "parsable": "`areal-hpc status` lists the jobs' numbers",
 }
-"""Options of sbatch that would break what reads its answer or the job's number, and other ways."""
+"""Options of sbatch that a recipe cannot set, with the reason or the alternative."""
 
 _COUNTING_FLAGS = ("cpus-per-task", "ntasks-per-node")
 
 
 class JobOptions(BaseConfig):
-    """Options of a Slurm job. Null leaves it to the common options, then to the cluster."""
+    """Options of a Slurm job; null takes the common option, then the cluster's default."""
 
     partition: str | None = None
     """Partition, or several with commas."""
     time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     gpus_per_node: PositiveInt | None = None
-    """GPUs that a node has to offer: a trainer's tasks are spread over nodes by it."""
+    """GPUs of a node, over which a trainer's tasks are distributed."""
     sbatch: SlurmFlags = Field(default_factory=dict)
-    """Further options of sbatch: `{account: rl, qos: high, exclusive: true, mem: 64G}`. Those that
-    are not given: `ntasks-per-node` is a node's GPUs (on CPUs all tasks); `gres` is `gpu:{count}`,
-    which may name a type (`gpu:a100:{count}`); jobs with GPUs ask for 4 `cpus-per-task` a trainer
-    rank, for a cell 4 a GPU and 4 more, and for the `mem` that model and processes need, or all of
-    it if `exclusive`; jobs are requeued unless `no-requeue`."""
+    """Further options of sbatch: `{account: rl, qos: high, exclusive: true, mem: 64G}`. Defaults:
+    `ntasks-per-node` is a node's GPUs (on CPUs all tasks); `gres` is `gpu:{count}`, which may name
+    a type (`gpu:a100:{count}`); jobs with GPUs request 4 `cpus-per-task` for a trainer rank, for a
+    cell 4 per GPU and 4 more, and the `mem` that model and processes need, or all of it if
+    `exclusive`; jobs are requeued unless `no-requeue`."""
     srun: SlurmFlags = Field(default_factory=dict)
     """Further options of srun, which starts the tasks: `{cpu-bind: cores}`."""
     setup: tuple[str, ...] | None = None
-    """Shell lines before the tasks start: `module load cuda`."""
+    """Shell lines to run before the tasks start: `module load cuda`."""
 
     key_hints: ClassVar[Mapping[str, str]] = {
         name: f"write sbatch: {{{name.replace('_', '-')}: ...}}"
@@ -88,7 +88,7 @@ class JobOptions(BaseConfig):
 
 
 def format_flags(flags: SlurmFlags) -> list[str]:
-    """The options as words of a command line."""
+    """Format options as words of a command line."""
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
 
 
@@ -96,14 +96,14 @@ _CARETAKER_OPTIONS = JobOptions(
     time_limit_minutes=15,
     sbatch={"mem": "1G", "cpus-per-task": 1, "ntasks-per-node": 1, "exclusive": False},
 )
-"""One processor, whatever other jobs ask for of their nodes."""
+"""Options of the caretaker, which needs little of a node."""
 
 
 class ContainerConfig(BaseConfig):
-    """The container that a job's supervisor and all its processes run in."""
+    """Container in which a job's supervisor and all its processes run."""
 
     kind: Literal["none", "apptainer", "pyxis"] = "none"
-    """What starts it: apptainer within the task, or srun with the pyxis plugin (enroot)."""
+    """Program that starts it: apptainer within the task, or srun with the pyxis plugin (enroot)."""
     train: str = ""
     """Image of the trainer and SFT jobs: a file, or a name that the container runtime resolves."""
     serve: str = ""
@@ -119,10 +119,10 @@ class ContainerConfig(BaseConfig):
 
 
 class NetworkConfig(BaseConfig):
-    """Which network the processes of several nodes talk over."""
+    """Network between the processes of several nodes."""
 
     interface: str = ""
-    """Interface of addresses, gloo and NCCL's bootstrap (`ib0`); the host name's when empty."""
+    """Interface of addresses, gloo and NCCL's bootstrap (`ib0`); empty: the host name's."""
     nccl: dict[str, str] = Field(default_factory=dict)
     """Further `NCCL_*` variables, such as `NCCL_IB_HCA: mlx5_0,mlx5_1`."""
 
@@ -135,37 +135,37 @@ class NetworkConfig(BaseConfig):
         return variables
 
     def build_environment_variables(self) -> dict[str, str]:
-        """The environment that says all this to gloo and NCCL."""
-        found: dict[str, str] = {}
+        """Build the environment variables of gloo and NCCL."""
+        env: dict[str, str] = {}
         if self.interface:
-            found |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        return found | self.nccl
+            env |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        return env | self.nccl
 
 
 def get_job_kind(job: str) -> JobKind:
-    """The kind of a job by its name: that of `cell-3` is `cell`."""
+    """Return the kind of a job by its name, such as `cell` for `cell-3`."""
     if is_training_cell_job(job):
         return "cell"
     return "sft" if job == "sft" else "evaluation" if job == EVALUATION_CELL else "trainer"
 
 
 class SlurmConfig(JobOptions):
-    """Slurm: options of all jobs, then what differs by kind of job."""
+    """Slurm options of all jobs, and of each kind of job."""
 
     jobs: dict[JobKind, JobOptions] = Field(default_factory=dict)
     """Options of one kind of job (trainer, cell, sft, evaluation, caretaker), which win over those
-    of all. SFT takes what it leaves unset from `trainer`, the job of `evaluation.separate_cell`
-    from `cell`. The caretaker waits behind the others, and asks for one processor, 1 GiB and 15
-    minutes."""
+    of all. SFT inherits unset options from `trainer`, the job of `evaluation.separate_cell` from
+    `cell`. The caretaker waits until the others have ended, and requests one processor, 1 GiB and
+    15 minutes."""
     container: ContainerConfig = ContainerConfig()
-    """No container unless one is named."""
+    """Container of the jobs; default: none."""
     network: NetworkConfig = NetworkConfig()
     """Network interfaces; default: the one of the host name."""
 
     def get_options_of_job(self, job: str) -> JobOptions:
-        """Options of a job by its name: `trainer`, `sft`, `cell-3`, `evaluation`, `caretaker`.
+        """Merge the options of a job: `trainer`, `sft`, `cell-3`, `evaluation` or `caretaker`.
 
-        Options of sbatch and srun are merged name by name; false takes one out.
+        Options of sbatch and srun are merged name by name; false removes an option.
         """
         layers: list[JobOptions] = [self]
         kinds: list[JobKind] = ["cell" if is_cell_job(job) else "trainer", get_job_kind(job)]
@@ -178,23 +178,23 @@ class SlurmConfig(JobOptions):
                 value = getattr(layer, name)
                 if isinstance(value, dict):
                     merged = options.get(name, {}) | value
-                    value = {flag: given for flag, given in merged.items() if given is not False}
+                    value = {flag: word for flag, word in merged.items() if word is not False}
                 if value is not None:
                     options[name] = value
         return JobOptions(**options)
 
 
 class RoleEnvironmentConfig(BaseConfig):
-    """The Python of one role."""
+    """Python environment of one role."""
 
     python: str = "auto"
-    """A path; `auto` is `.venvs/serve` or `.venvs/main` of a checkout, else the launcher's own."""
+    """Path of Python; `auto`: a checkout's `.venvs/serve` or `.venvs/main`, else the launcher's."""
     variables: dict[str, str] = Field(default_factory=dict)
-    """Added to the environment of the role's processes."""
+    """Variables added to the environment of the role's processes."""
 
 
 class ClusterConfig(BaseConfig):
-    """Nodes and interpreters of the jobs."""
+    """Nodes, interpreters and Slurm options of the jobs."""
 
     fileroot: Path
     """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""
@@ -206,22 +206,21 @@ class ClusterConfig(BaseConfig):
     """The proxy's and the agent's environment."""
     gpus: WantedGpus = "auto"
     """GPUs that `areal-hpc run` may use, of those in CUDA_VISIBLE_DEVICES if it is set: `auto`
-    (all), `none`, how many, or a list of names (`[4, 5]`). With `--in-allocation` it is how many
-    of each node; then, and with `areal-hpc submit`, Slurm chooses which."""
+    (all), `none`, a number, or a list of names (`[4, 5]`). With `--in-allocation` it is the number
+    on each node; then, and with `areal-hpc submit`, Slurm chooses the GPUs."""
     gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
-    """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
+    """Memory of one GPU; `areal-hpc plan` warns if the run will not fit."""
     readable_by: Readers = "owner"
-    """Who may read the run directory, whose mode is 0700 or 0750. Files with keys are 0600."""
+    """Readers of the run directory, whose mode is 0700 or 0750. Files with keys are 0600."""
     prometheus: bool = False
-    """Whether Prometheus can scrape each process, at `/metrics` on a port of its own of the node's
-    address. The files in `prometheus/` of the run directory say where, as its file_sd_configs want
-    it."""
+    """Whether Prometheus can scrape each process, at `/metrics` on a port of its own. The files in
+    `prometheus/` of the run directory list the addresses for Prometheus's file_sd_configs."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Grace period before a stopped job is killed."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """Under Slurm: time alone after which a cell, or the trainer, gives its nodes back."""
+    """Under Slurm: time without the other side after which a cell, or the trainer, ends its job."""
     slurm: SlurmConfig = SlurmConfig()
-    """Submission of jobs; `areal-hpc run` ignores it, but for `container` and `network` with
+    """Submission of jobs; `areal-hpc run` ignores it, except `container` and `network` with
     `--in-allocation`."""
 
     @field_validator("gpus")

@@ -15,16 +15,16 @@ class TaskSetConfig(BaseConfig):
 
     path: Path | None = None
     """JSON lines, `*.parquet`, a folder written by `datasets`' `save_to_disk`, or a folder of task
-    folders in Harbor's format, there on every node."""
+    folders in Harbor's format, present on every node."""
     hub: str | None = None
-    """Files of a data set on the Hugging Face hub, read from the local cache: owner, name, perhaps
-    `@` and a revision, and a pattern, such as `openai/gsm8k/main/train-*.parquet`."""
+    """Files of a data set on the Hugging Face hub, read from the local cache: owner, name, optional
+    `@` and revision, and a pattern, such as `openai/gsm8k/main/train-*.parquet`."""
     generator: str | None = None
-    """`package.module:function` that returns JSON-able dicts."""
+    """`package.module:function` that returns dicts for JSON."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     to_task: str | None = None
-    """`package.module:function`: the row that the agent gets for a source's row; None drops it."""
+    """`package.module:function` that converts a source's row to the agent's; None drops the row."""
 
     source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator")
     """Keys of which a source has exactly one."""
@@ -51,31 +51,31 @@ class TaskSetConfig(BaseConfig):
 
     @property
     def is_harbor(self) -> bool:
-        """True if `path` is a task folder in Harbor's format, or holds some."""
+        """Whether `path` is a task folder in Harbor's format, or contains some."""
         folder = self.path
         return folder is not None and (
             (folder / "task.toml").is_file() or any(folder.glob("*/task.toml"))
         )
 
     def describe_source(self) -> str:
-        """The source that is given, as in `path a.jsonl` or `generator package.module:function`."""
+        """Describe the source, as in `path a.jsonl` or `generator package.module:function`."""
         return next(
             f"{name} {value}" for name in self.source_keys if (value := getattr(self, name))
         )
 
 
 class MixtureSourceConfig(TaskSetConfig):
-    """One of several sources of tasks."""
+    """Source of tasks beside others."""
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Its share of the tickets, relative to the others; kept to a thousandth."""
+    """Relative share of the tickets, with a precision of a thousandth."""
 
 
 class TrainTaskSetConfig(TaskSetConfig):
     """Source of training tasks: one, or several in `sources`."""
 
     sources: tuple[MixtureSourceConfig, ...] = ()
-    """Several sources, mixed by weight; a list of what follows."""
+    """Several sources, mixed by weight: a list of sections with the following keys."""
 
     source_keys: ClassVar[tuple[str, ...]] = (*TaskSetConfig.source_keys, "sources")
 
@@ -89,7 +89,7 @@ class TrainTaskSetConfig(TaskSetConfig):
         return self
 
     def list_sources(self, key: str) -> list[tuple[TaskSetConfig, str]]:
-        """The sources, each with its place in the recipe; `key` is that of this section."""
+        """List the sources with their keys in the recipe; `key` is that of this section."""
         if not self.sources:
             return [(self, key)]
-        return [(source, f"{key}.sources.{place}") for place, source in enumerate(self.sources)]
+        return [(source, f"{key}.sources.{index}") for index, source in enumerate(self.sources)]

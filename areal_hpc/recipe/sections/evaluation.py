@@ -1,4 +1,4 @@
-"""Recipe sections `evaluation` and `alerts`: what judges a run."""
+"""Recipe sections `evaluation` and `alerts`, by which a run is judged."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 MAX_SAMPLES = 1024
 MAX_SET_TASKS = TICKETS_PER_SET
-"""Tasks of one evaluation of a set: each has a ticket."""
+"""Tasks of one evaluation of a set at most, as each task has a ticket."""
 SET_NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,31}$"
 
 
@@ -31,31 +31,31 @@ class EvaluationSamplingConfig(SamplingConfig):
 
 
 class EvaluationSetConfig(BaseConfig):
-    """A named set of held-out tasks, with an agent, sampling and metrics of its own."""
+    """Named set of held-out tasks, with an agent, sampling and metrics of its own."""
 
     dataset: TaskSetConfig
-    """Its tasks; keys as of `valid_dataset`."""
+    """Tasks of the set; keys as in `valid_dataset`."""
     workflow: str = ""
-    """Dotted path of its agent; empty: that of `evaluation`."""
+    """Dotted path of the set's agent; empty: `evaluation.workflow`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
     tasks: Annotated[int | None, Field(ge=1, le=MAX_SET_TASKS)] = None
-    """Tasks of one evaluation, the first of the set; null: `evaluation.tasks`."""
+    """Number of first tasks of the set in one evaluation; null: `evaluation.tasks`."""
     n_samples: Annotated[int | None, Field(ge=1, le=MAX_SAMPLES)] = None
     """Episodes of each task; null: `evaluation.n_samples`."""
     sampling: EvaluationSamplingConfig | None = None
     """Generation parameters; null: `evaluation.sampling`."""
     metrics: tuple[Annotated[str, Field(pattern=METRIC_PATTERN)], ...] = ("avg@k",)
-    """Beside `avg@k`: `pass@k`, `cons@k`; k is `n_samples`, of `pass@` any number up to it."""
+    """`avg@k`, `pass@k` or `cons@k`; k is `n_samples`, in `pass@` any number up to it."""
     pass_reward: Annotated[float, Field(allow_inf_nan=False)] = DEFAULT_PASS_REWARD
-    """A sample with at least this reward passes."""
+    """Least reward of a sample that passes."""
     every_steps: Annotated[int | None, Field(ge=0)] = None
     """Steps between evaluations; null: `evaluation.every_steps`."""
 
 
 def _drop_nulls(sets: Any) -> Any:
     if isinstance(sets, dict):
-        return {name: one for name, one in sets.items() if one is not None}
+        return {name: config for name, config in sets.items() if config is not None}
     return {} if sets is None else sets
 
 
@@ -78,28 +78,28 @@ class EvaluationConfig(BaseConfig):
         dict[Annotated[str, Field(pattern=SET_NAME_PATTERN)], EvaluationSetConfig],
         BeforeValidator(_drop_nulls),
     ] = Field(default_factory=dict)
-    """Further sets of held-out tasks by name; null takes one out. `valid_dataset` is `valid`."""
+    """Further sets of held-out tasks by name; null removes one. `valid_dataset` is `valid`."""
     keep_best: Annotated[str, Field(pattern=r"^$|^[^/]+/[^/]+$")] = ""
-    """`SET/METRIC` such as `aime/pass@k`: the checkpoint best by it is kept; empty: none is."""
+    """Metric whose best checkpoint is kept: `SET/METRIC`, such as `aime/pass@k`; empty: none."""
     separate_cell: bool = False
-    """Evaluate in an additional cell, in parallel with training."""
+    """Whether to evaluate in an additional cell, in parallel with training."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """An evaluation set with everything that it inherits filled in."""
+    """Evaluation set with all inherited settings resolved."""
 
     name: str
     number: int
-    """Its place among the sets, from which the numbers of its tickets follow."""
+    """Index among the sets, from which the ids of its tickets follow."""
     dataset: TaskSetConfig
     dataset_key: str
-    """Where its tasks stand in the recipe."""
+    """Recipe key of its tasks."""
     workflow: str
-    """Empty: `rollout.workflow`."""
+    """Dotted path of its agent; empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any]
     agent_section_key: str
-    """Where its agent stands in the recipe."""
+    """Recipe key of the section with its agent."""
     tasks: int
     n_samples: int
     sampling: EvaluationSamplingConfig
@@ -110,22 +110,22 @@ class EvaluationSet:
 
 
 def resolve_keep_best(evaluation: EvaluationConfig, sets: tuple[EvaluationSet, ...]) -> str:
-    """`evaluation.keep_best` with a number in place of k.
+    """Resolve `evaluation.keep_best`, with a number in place of k.
 
     Raises:
-        ValueError: There is no such set, or it has no such metric; the message names those it has.
+        ValueError: The set or its metric does not exist; the message lists the existing ones.
     """
     if not evaluation.keep_best:
         return ""
     name, _, metric = evaluation.keep_best.partition("/")
     known = {
-        f"{one.name}/{metric}": one
-        for one in sets
-        for metric in list_computed_metric_names(one.metrics, one.n_samples)
+        f"{item.name}/{metric}": item
+        for item in sets
+        for metric in list_computed_metric_names(item.metrics, item.n_samples)
     }
-    own = [one for one in sets if one.name == name]
-    if own and metric.endswith("@k"):
-        metric = format_metric_name(metric, own[0].n_samples)
+    named = [item for item in sets if item.name == name]
+    if named and metric.endswith("@k"):
+        metric = format_metric_name(metric, named[0].n_samples)
     if f"{name}/{metric}" not in known:
         raise ValueError(f"no set has this metric; there are: {', '.join(known) or 'none'}")
     return f"{name}/{metric}"
@@ -134,12 +134,12 @@ def resolve_keep_best(evaluation: EvaluationConfig, sets: tuple[EvaluationSet, .
 def resolve_evaluation_sets(
     evaluation: EvaluationConfig, valid_dataset: TaskSetConfig | None
 ) -> tuple[EvaluationSet, ...]:
-    """Every set: `valid` has number 0, the others follow by name, however they are written down."""
+    """Resolve all sets: `valid` has number 0, the others follow in the order of their names."""
     configs = dict(evaluation.sets)
     if valid_dataset is not None:
         configs[VALIDATION_SET_NAME] = EvaluationSetConfig(dataset=valid_dataset)
     others = sorted(configs.keys() - {VALIDATION_SET_NAME})
-    numbers = {VALIDATION_SET_NAME: 0} | {name: place for place, name in enumerate(others, 1)}
+    numbers = {VALIDATION_SET_NAME: 0} | {name: index for index, name in enumerate(others, 1)}
     return tuple(
         _resolve_set(
             evaluation,
@@ -195,14 +195,14 @@ AlertName = Literal[
     "full_disk",
     "slow_cell",
 ]
-"""Rules of `areal_hpc/metrics/alerts.py`."""
+"""Names of the rules in `areal_hpc/metrics/alerts.py`."""
 
 
 class AlertsConfig(BaseConfig):
-    """Rules by which a run is judged after each step.
+    """Rules on the metrics of each step.
 
-    A failure makes `areal-hpc status` exit with 1, a note is only told (docs/metrics.md).
+    A failure makes `areal-hpc status` exit with 1, a note is only printed (docs/metrics.md).
     """
 
     off: tuple[AlertName, ...] = ()
-    """Rules that are not asked."""
+    """Rules to switch off."""

@@ -32,7 +32,7 @@ REFUSED_SGLANG_OPTIONS = {
     **dict.fromkeys(("--host", "--port", "--nccl-port", "--random-seed"), _OWN),
     "--enable-memory-saver": "no replica ever gives its memory back; leave it out",
 }
-"""SGLang's options (0.5.23) that a recipe cannot give, and why."""
+"""Reasons for which a recipe cannot give these options of SGLang (0.5.23)."""
 _SHORT_OPTIONS = {
     "--tp": "--tp-size",
     "--tensor-parallel-size": "--tp-size",
@@ -56,11 +56,11 @@ class InferenceConfig(BaseConfig):
     nodes_per_replica: Annotated[int, Field(ge=1)] = 1
     """Nodes that share the ranks of one replica; with more than one, a cell has one replica."""
     max_running_requests: Annotated[int, Field(ge=1)] | None = None
-    """Requests one replica decodes at once; SGLang decides from the free memory when null."""
+    """Requests that a replica decodes concurrently; null: SGLang decides by the free memory."""
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
-    """Tokens the KV cache holds; SGLang decides from the free memory when null."""
+    """Tokens in the KV cache; null: SGLang decides by the free memory."""
     context_length: Annotated[int, Field(ge=64)] | None = None
-    """Maximum prompt plus reply, in tokens; null: the model's limit."""
+    """Tokens of prompt and reply at most; null: the model's limit."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """Share of GPU memory for weights and KV cache."""
     tool_call_parser: str | None = None
@@ -68,18 +68,18 @@ class InferenceConfig(BaseConfig):
     reasoning_parser: str | None = None
     """SGLang's name of the model's reasoning format, such as `qwen3`."""
     extra_args: tuple[str, ...] = ()
-    """Further SGLang command-line arguments, appended as they are."""
+    """Further command-line arguments of SGLang, appended unchanged."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A replica that is not ready by then is restarted."""
+    """Time after which a replica that is not ready is restarted."""
     health_timeout_s: Annotated[float, Field(ge=6)] = 60.0
-    """Restart a replica that is unresponsive for this long (updates excluded)."""
+    """Time without an answer after which a replica is restarted (updates excluded)."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
     """Crashes of one replica before its cell fails; reset after ten minutes without a crash."""
 
     @field_validator("extra_args")
     @classmethod
     def _refuse_options(cls, extra_args: tuple[str, ...]) -> tuple[str, ...]:
-        for option in (one.partition("=")[0] for one in extra_args):
+        for option in (argument.partition("=")[0] for argument in extra_args):
             if reason := REFUSED_SGLANG_OPTIONS.get(_SHORT_OPTIONS.get(option, option)):
                 raise ValueError(f"{option} cannot be given: {reason}")
         return extra_args
@@ -101,46 +101,46 @@ class InferenceConfig(BaseConfig):
 
 
 class ShardConfig(BaseConfig):
-    """Journal and sealed shards."""
+    """Sealing of shards."""
 
     seal_after_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seal at the latest this long after the first finished ticket."""
+    """Longest time from the first finished ticket to a seal."""
 
 
 class ProxyConfig(BaseConfig):
-    """The OpenAI-compatible endpoint of a cell."""
+    """OpenAI-compatible endpoint of a cell."""
 
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time one model call may take, waiting for a replica included."""
+    """Time limit of one model call, with the wait for a replica."""
     session_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Drop a session after this idle time, if all sessions of its ticket are idle."""
+    """Idle time after which a session is dropped, if all sessions of its ticket are idle."""
     message_normalizer: str | None = None
     """`package.module:function` that normalizes each message before comparison and rendering."""
 
 
 DEFAULT_MAX_NCCL_GROUPS = 4
-"""Update groups over NCCL, unless the recipe says how large they are."""
+"""Number of update groups over NCCL if the recipe does not set their size."""
 
 
 class WeightsConfig(BaseConfig):
-    """From trainer ranks into SGLang."""
+    """Updates of weights from trainer ranks to SGLang."""
 
     transport: Literal["broadcast", "disk"] = "broadcast"
     """`broadcast`: NCCL (gloo on CPU); `disk`: through files in the run directory."""
     bucket_bytes: Annotated[int, Field(ge=4096)] | None = None
-    """Size of buckets, and by disk of files; null: 512 MiB from GPUs, 64 MiB from CPUs."""
+    """Size of buckets, or of files with disk; null: 512 MiB from GPUs, 64 MiB from CPUs."""
     replicas_per_group: Annotated[int, Field(ge=1)] | None = None
-    """Replicas per update group, which fail together; null: 1 on CPUs, 4 groups or less on GPUs."""
+    """Replicas of one update group, which fail together; null: 1, or 4 groups at most on GPUs."""
     senders: Annotated[int, Field(ge=1)] | None = None
     """Trainer ranks that send, each to a share of the replicas; null: one on each trainer node."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
-    # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
-    # of a group, and one bucket (512 MiB take 17 s even at 250 Mbit/s) or, from disk, all of them.
+    # A replica that hangs delays the others by one timeout. It must be long enough to join a
+    # group, and to send one bucket (512 MiB take 17 s even at 250 Mbit/s) or load all from disk.
     update_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Timeout of each step of an update, such as one bucket (with disk: all)."""
     max_probe_gap: Annotated[float, Field(gt=0)] | None = None
-    """Mean gap of log-probabilities that is rounding; null: 0.001 in float32, 0.25 in bfloat16."""
+    """Mean gap of log-probabilities due to rounding; null: 0.001 in float32, 0.25 in bfloat16."""
 
     @property
     def goes_by_files(self) -> bool:

@@ -1,4 +1,4 @@
-"""Recipe section `rollout`."""
+"""Recipe section `rollout`: the agent, its sampling, its limits, groups of episodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 
 class SamplingConfig(BaseConfig):
-    """Generation parameters that apply where the agent's own request is silent."""
+    """Default generation parameters of the agent's requests."""
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     """0 is greedy."""
@@ -29,113 +29,113 @@ class SamplingConfig(BaseConfig):
 
 
 class AgentExecutionConfig(BaseConfig):
-    """Process of the agent, and the way from an episode's interactions to training rows."""
+    """Process of the agent, and conversion of an episode's interactions to training rows."""
 
     mode: Literal["inline", "subproc", "online"] = "inline"
     """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
     sampling: Literal["agent", "recipe"] = "agent"
-    """Whose temperature, top_p, top_k hold: the agent's where it asks, or always the recipe's."""
+    """Source of temperature, top_p and top_k: the agent's request if it has them, or the recipe."""
     auxiliary: Annotated[str, Field(pattern=r"^(keep|drop|[\w.]+:\w+)$")] = "keep"
-    """`drop`: title and probe calls are not trained; `package.module:function`: those it names."""
+    """`drop`: title and probe calls are not trained; `package.module:function` chooses others."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
     python: str = ""
     """Python that runs the agent in mode `subproc`, without areal_hpc; empty: the driver's."""
     variables: tuple[str, ...] = ()
-    """Variables of the job that agents in mode `subproc` see, besides `PATH` and such."""
+    """Variables of the job that agents in mode `subproc` see, beside `PATH` and the like."""
     isolation: AgentIsolation | None = None
-    """What `data["sandbox"]` is, where commands run; `none`: as you do; null: there is none."""
+    """Runtime of `data["sandbox"]`, where commands run; `none`: as you; null: no sandbox."""
     sandbox: SandboxConfig = SandboxConfig()
-    """What it sees, reaches and may use."""
+    """Files, network and limits of the sandbox."""
     export_style: Literal["concat", "individual"] = "concat"
-    """Packing: `concat`: a row per branch of the conversation; `individual`: one per model call."""
+    """Rows: `concat`: one for each branch of the conversation; `individual`: one for each call."""
     credit: Literal["tree", "chronological"] = "tree"
-    """Whom a reward passes back to: `tree`: what led to it; `chronological`: all earlier calls."""
+    """Calls that share in a reward: `tree`: those that led to it; `chronological`: all earlier."""
     drop_retry_orphans: bool = True
-    """Drop unused replies to a request that its client then sent again, and said so."""
+    """Drop unused replies to a request that its client has repeated and marked as a retry."""
 
     def build_export_settings(self, is_credited: bool) -> ExportSettings:
-        """How rows are made; `is_credited` if the agent has passed rewards back itself."""
+        """Build the settings of rows; `is_credited`: the agent has propagated rewards itself."""
         return ExportSettings(self.export_style, self.credit, self.drop_retry_orphans, is_credited)
 
 
 class EpisodeLimitsConfig(BaseConfig):
-    """Limits of an episode on the model; a task may override it by a key `limits` of its own."""
+    """Limits of an episode's use of the model; a task may override them by a key `limits`."""
 
     max_turns: Annotated[int, Field(ge=0)] = 0
-    """Replies of the model in one episode; a further call is refused (400). 0: any number."""
+    """Replies of the model in one episode; further calls are refused (400). 0: no limit."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens sampled in one episode: replies are cut, then calls refused (400). 0: any number."""
+    """Tokens sampled in one episode: replies are cut, then calls refused (400). 0: no limit."""
 
 
 AGENT_DEFAULTS_BY_WORKFLOW: Mapping[str, Mapping[str, str]] = {
     "areal_hpc.agents.harness.harness_agent.HarnessAgent": {
-        "sampling": "recipe",  # programs ask for temperature 0, on which nothing can be learnt
+        "sampling": "recipe",  # programs request temperature 0, at which nothing can be learned
         "auxiliary": "drop",
     }
 }
-"""What `rollout.agent` is for these workflows, unless the recipe says otherwise."""
+"""Defaults of `rollout.agent` for these workflows."""
 
 
 class RolloutConfig(BaseConfig):
-    """The user's agent and how many of its episodes run at once."""
+    """The user's agent, and the number and treatment of its episodes."""
 
     workflow: str = ""
     """Dotted path of the agent class, `package.module.Class`; empty in mode `online`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
     agent: AgentExecutionConfig = AgentExecutionConfig()
-    """Process of the agent, and the way from its episodes to training rows."""
+    """Process of the agent, and conversion of its episodes to training rows."""
     n_samples: Annotated[int, Field(ge=1)] = 8
-    """Episodes per task: the group whose rewards are compared."""
+    """Episodes of a task: the group whose rewards are compared."""
     extra_samples: Annotated[int, Field(ge=0)] = 0
-    """Additional episodes per task; the first `n_samples` to finish are trained."""
+    """Additional episodes of a task; the first `n_samples` to finish are trained."""
     min_samples: Annotated[int | None, Field(ge=2)] = None
-    """Train a group with at least this many episodes when the others failed; null: all."""
+    """Least number of episodes to train a group with if the others failed; null: all."""
     filter_same_reward: bool = False
-    """Leave out groups whose episodes all earned the same in all, whatever each reply earned."""
+    """Whether to leave out groups whose episodes all have the same total reward."""
     should_accept: str = ""
-    """`package.module:function` of `{"rewards": array, "task": row}`: whether to train it."""
+    """`package.module:function` of `{"rewards": array, "task": row}`: true to train the group."""
     curriculum: str = ""
     """`package.module:function` that weights tasks by their past rewards; empty: in order."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
-    """Episodes in flight over all cells."""
+    """Concurrent episodes of all cells together."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
-    """Age, in versions, of a token's weights that admission keeps to; 0 is synchronous."""
+    """Bound of admission on the age of a token's weights, in versions; 0 is synchronous."""
     stale_groups: StaleGroupPolicy = "train_with_correction"
-    """What to do with a group that exceeds it nevertheless; `drop` is biased against long ones."""
+    """Treatment of a group above this bound; `drop` is biased against long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
     limits: EpisodeLimitsConfig = EpisodeLimitsConfig()
-    """What an episode may use; a task overrides them and `timeout_s` by a key `limits`."""
+    """Limits of an episode; a task overrides them and `timeout_s` by a key `limits`."""
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """An episode that takes longer has failed."""
+    """Time after which an episode fails."""
     max_episode_tries: Annotated[int, Field(ge=1)] = 3
     """Attempts per episode before it counts as failed (see `min_samples`)."""
 
     record_sampling_mask: bool = False
-    """Record which tokens top_p, top_k, min_p or a grammar left, and train over these alone."""
+    """Record the tokens that top_p, top_k, min_p or a grammar kept, and train over these alone."""
     failed_episodes: Literal["retry", "drop"] | dict[Literal["reward"], float] = "retry"
-    """Repeat them, leave them out of their group, or train them with `{reward: x}`."""
+    """Repeat failed episodes, leave them out of their group, or train them with `{reward: x}`."""
 
     @property
     def episodes_per_ticket(self) -> int:
-        """Episodes that are started for one task."""
+        """Number of episodes started for one task."""
         return self.n_samples + self.extra_samples
 
     @property
     def min_group_size(self) -> int:
-        """Episodes that must end well, or their ticket is dropped."""
+        """Number of episodes that must succeed, or their ticket is dropped."""
         return self.n_samples if self.min_samples is None else self.min_samples
 
     @property
     def failure_reward(self) -> float | None:
-        """What an episode earns whose agent failed; None where such episodes are not trained."""
+        """Reward of an episode whose agent failed; None if such episodes are not trained."""
         return self.failed_episodes["reward"] if isinstance(self.failed_episodes, dict) else None
 
     @property
     def tries_per_episode(self) -> int:
-        """How often an episode fails before it is missing from its group."""
+        """Number of tries after which a failed episode is missing from its group."""
         return 1 if self.failed_episodes == "drop" else self.max_episode_tries
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""Recipe sections `rollout.agent.sandbox` and `reward`: what isolates agents, and programs."""
+"""Recipe sections `rollout.agent.sandbox` and `reward`: isolation of agents and of programs."""
 
 from typing import Annotated, Literal, get_args
 
@@ -12,32 +12,32 @@ AgentIsolation = Literal[SandboxRuntime, "none"]
 
 
 class SandboxConfig(BaseConfig):
-    """The sandbox that each episode's agent gets as `data["sandbox"]`."""
+    """Sandbox that each episode's agent gets as `data["sandbox"]`."""
 
     root: str = ""
     """Folder, tar or OCI archive of a root file system, on every node; empty: the node's own."""
     readonly_folders: tuple[Annotated[str, Field(pattern="^/")], ...] = ()
-    """More folders of the node that are shown, read-only, at their own places."""
+    """Further folders of the node, shown read-only at the same paths."""
     network: Literal["none", "session-only", "open"] = "none"
-    """What commands reach: nothing; the model's endpoint alone; all that the node reaches."""
+    """Network of commands: none; the model's endpoint alone; all that the node reaches."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30
-    """Memory of all processes together; a sandbox that takes more is ended."""
+    """Memory of all processes together; a sandbox that uses more is ended."""
     processes: Annotated[int, Field(ge=4)] = 256
-    """Processes and threads."""
+    """Number of processes and threads."""
     disk_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """All that is written, in memory of the node."""
+    """Total size of written files, which lie in the node's memory."""
     files: Annotated[int, Field(ge=100)] = 100_000
-    """Files, folders and links that are made."""
+    """Number of files, folders and links."""
     warm: Annotated[int, Field(ge=0)] = 4
-    """Sandboxes that each cell keeps ready; those of mode `subproc` are started when wanted."""
+    """Number of sandboxes that a cell keeps ready; mode `subproc` starts them when needed."""
 
 
 ISOLATION_VARIABLE = "AREAL_HPC_REWARD_ISOLATION"
-"""Environment variable that carries `reward.isolation` to the processes that reward."""
+"""Environment variable that passes `reward.isolation` to processes that compute rewards."""
 
 
 class RewardConfig(BaseConfig):
-    """Rewards that run programs which the model wrote, others' scorers, gyms."""
+    """Rewards that run programs of the model, third-party scorers, and gyms."""
 
     isolation: Literal["bwrap", "none"] = "bwrap"
-    """How these are kept apart; `none`: they can read and change all that you can."""
+    """Isolation of these; `none`: they can read and change all that you can."""
