@@ -15,13 +15,13 @@ class OverlongConfig(BaseConfig):
     """Treatment of replies that reached their limit of tokens, or came near it."""
 
     mask: bool = False
-    """A reply that was cut at its limit leaves the loss; its reward still counts in its group."""
+    """Leave replies cut at their limit out of the loss; their rewards still count in their groups."""
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """The most that a long reply takes off what it earned (DAPO's soft penalty: 1)."""
+    """Largest deduction from the reward of a long reply (DAPO's soft penalty: 1)."""
     expected_tokens: Annotated[int, Field(ge=0)] | None = None
-    """A reply up to this long costs nothing."""
+    """Length of a reply up to which there is no penalty."""
     cache_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Over so many tokens more the penalty grows to its most."""
+    """Tokens beyond it over which the penalty grows to its maximum."""
 
     @model_validator(mode="after")
     def _check_penalty_keys(self) -> OverlongConfig:
@@ -39,17 +39,17 @@ CorrectionAggregate = Literal["mean", "sum", "max"]
 
 
 class KlConfig(BaseConfig):
-    """A penalty on the divergence of the trained policy from a reference, KL(pi || reference)."""
+    """Penalty on the divergence of the trained policy from a reference, KL(pi || reference)."""
 
     coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the penalty; 0 loads no reference."""
     placement: Literal["reward", "loss"] = "reward"
-    """Taken off what a reply earned, or a term of the loss at each token."""
+    """`reward`: deducted from a reply's reward; `loss`: a term of the loss at each token."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Of d = log pi - log reference at a sampled token: d, d^2 / 2, or exp(-d) - 1 + d, whose
-    gradient as a loss is biased."""
+    """Estimator of the divergence from d = log pi - log reference at a sampled token: d, d^2 / 2,
+    or exp(-d) - 1 + d, whose gradient as a loss is biased."""
     reference: Literal["initial"] | Path = "initial"
-    """The model that reinforcement learning starts from, or a model directory."""
+    """`initial`: the model that reinforcement learning starts from; or a model directory."""
 
     @model_validator(mode="after")
     def _check_kl_keys(self) -> KlConfig:
@@ -69,16 +69,16 @@ class KlConfig(BaseConfig):
 
 
 class TeacherConfig(BaseConfig):
-    """Distillation: the policy is drawn to those of its own tokens that a teacher finds likely."""
+    """Distillation: the policy is trained toward its own tokens that a teacher finds likely."""
 
     path: Path | None = None
-    """A model directory with the policy's tokenizer."""
+    """Directory of the teacher's model, with the policy's tokenizer."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+/?$")] | None = None
-    """In its place, the address of an SGLang server of such a model: `http://node7:30000`."""
+    """Instead of path, URL of an SGLang server of such a model: `http://node7:30000`."""
     api_key_file: Path | None = None
-    """With url: a file of yours alone (mode 0600) with the server's API key."""
+    """With url: file of mode 0600 with the server's API key."""
     coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """This times log teacher - log pi of a token is added to its advantage."""
+    """Factor of log teacher - log pi of a token, which is added to the token's advantage."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> TeacherConfig:
@@ -101,20 +101,20 @@ class TeacherConfig(BaseConfig):
 
 
 class CriticConfig(BaseConfig):
-    """A network that learns what the rest of an episode will earn, as a baseline for each token."""
+    """Network that learns the reward of the rest of an episode, as a baseline for each token."""
 
     model: Literal["initial"] | Path | None = None
-    """What it starts from: the model that reinforcement learning does, or a model directory."""
+    """Its initial weights: `initial`, the policy's initial model, or a model directory."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """Its peak learning rate; all else is as `trainer.optimizer` has it."""
+    """Peak learning rate of the critic; other settings are those of `trainer.optimizer`."""
     clip_value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.2
-    """A value this far from that before the step learns no more; null: there is no bound."""
+    """Largest change of a value in one step, beyond which it is clipped; null: no bound."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps since the critic began in which it is trained and the policy is not."""
+    """First steps of the critic, in which it is trained and the policy is not."""
 
 
 class ObjectiveConfig(BaseConfig):
-    """The policy-gradient objective; pi_b is the policy that sampled a token."""
+    """Policy-gradient objective; pi_b is the policy that sampled a token."""
 
     preset: Literal[
         "default",
@@ -131,76 +131,76 @@ class ObjectiveConfig(BaseConfig):
         "icepop",
         "opd",
     ] = "default"
-    """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
+    """Known algorithm, which sets keys, also of other sections, that the recipe lacks."""
     credit: Literal["episode", "turn"] = "episode"
-    """Each reply earns all rewards of its episode, or its own and what passes back to it."""
+    """`episode`: a reply earns all its episode's rewards; `turn`: its own and those passed back."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """With credit=turn: the share of what followers of a reply earn that passes back to it."""
+    """With credit=turn: share of the rewards of later replies that passes back to a reply."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "value", "none"] = "group_mean"
-    """Taken off: the mean of the group, the others in it, the batch; or a critic's values (GAE)."""
+    """Deducted mean: of the group, its other episodes, or the batch; or a critic's values (GAE)."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """With baseline=value: 1 compares with all that came after, 0 with the next value alone."""
+    """With baseline=value: 1 compares with all later rewards, 0 with the next value alone."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """With baseline=value: what later rewards and values are multiplied by, at each step."""
+    """With baseline=value: factor of later rewards and values, for each step."""
     gae_unit: Literal["token", "turn"] = "token"
     """With baseline=value: a step is a token, or a whole reply."""
     critic: CriticConfig = CriticConfig()
-    """The network that gives values."""
+    """Network that estimates values."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """The differences are divided by their standard deviation over the group, the batch, or not."""
+    """Set over which differences are divided by their standard deviation; `none`: no division."""
     std_ddof: Literal[0, 1] = 1
-    """Degrees of freedom that a standard deviation loses; 0 is AReaL's, biased one."""
+    """Degrees of freedom subtracted in a standard deviation; 0 is AReaL's biased one."""
     min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
-    """Differences of a group that vary less than this teach nothing: their advantages are zero."""
+    """Least standard deviation of a group's differences; below it their advantages are zero."""
     surrogate: Literal["clip", "cispo", "none"] = "clip"
-    """Of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; A log pi."""
+    """Term of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; or A log pi."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """Ratios are of each token, or the geometric mean over the row (GSPO)."""
+    """Ratios of each token, or their geometric mean over the row (GSPO)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The ratio to the proximal policy is clipped below 1 - this."""
+    """Lower clip of the ratio to the proximal policy, at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """The ratio to the proximal policy is clipped above 1 + this."""
+    """Upper clip of the ratio to the proximal policy, at 1 + this."""
     clip_dual: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """A term with A < 0 is at least this times A, whatever its ratio; null: it has no bound."""
+    """Bound on terms with A < 0, which are at least this times A; null: no bound."""
     loss_agg: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
     ] = "token_mean"
-    """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
+    """Mean of all tokens' terms; or mean over episodes of their means, sums or scaled sums."""
     loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
-    """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
+    """With seq_mean_token_sum_norm: divisor of sums; default: `rollout.sampling.max_new_tokens`."""
     entropy_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Weight of the entropy of each token's distribution, which the loss then makes large."""
+    """Weight of the entropy of each token's distribution, which the loss then increases."""
     overlong: OverlongConfig = OverlongConfig()
-    """Replies that are cut, or nearly."""
+    """Treatment of replies at or near their limit of tokens."""
     kl: KlConfig = KlConfig()
-    """Penalty for leaving a reference policy."""
+    """Penalty on the divergence from a reference policy."""
     teacher: TeacherConfig = TeacherConfig()
-    """A model to learn from, token by token."""
+    """Distillation from a teacher, token by token."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
-    """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
+    """Denominator of ratios: the step's initial weights, their log-linear estimate, or pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
-    """Tokens weigh proximal / pi_b clamped to bounds (TIS), masked outside (IcePop), or all 1."""
+    """Weights proximal / pi_b of tokens: clamped to bounds (TIS), masked outside (IcePop), or 1."""
     off_policy_correction_level: Literal["token", "sequence"] = "token"
-    """Bounds are on each token, or on its row (a row's weight is its ratios' geometric mean)."""
+    """Bounds on each token, or on its row (a row's weight is its ratios' geometric mean)."""
     off_policy_correction_metric: Literal["ratio", "kl", "k1", "k2"] = "ratio"
-    """Bounds are on r = proximal / pi_b, on r - 1 - log r, on log r, or on (log r)^2 / 2."""
+    """Bounded quantity: r = proximal / pi_b, r - 1 - log r, log r, or (log r)^2 / 2."""
     off_policy_correction_low: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """Lower bound; 0 is none. That of k1 is negative."""
+    """Lower bound; 0 is none; negative with k1."""
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
     custom: str = ""
-    """`package.module:function` of LossInputs that gives each token's term instead of surrogate."""
+    """`package.module:function` of LossInputs that returns each token's term; replaces surrogate."""
     off_policy_correction_agg: CorrectionAggregate = "mean"
-    """At level sequence: what is judged is the row's mean, sum or maximum (of ratios: of logs)."""
+    """At level sequence: the bounded mean, sum or maximum over the row (of ratios: of logs)."""
 
     @property
     def has_critic(self) -> bool:
-        """True if a critic is trained beside the policy."""
+        """Whether a critic is trained beside the policy."""
         return self.baseline == "value"
 
     @property
     def advantages_need_logprobs(self) -> bool:
-        """True if advantages depend on log-probabilities of the weights that a step begins with."""
+        """Whether advantages depend on log-probabilities of the weights that a step begins with."""
         return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
     @model_validator(mode="after")

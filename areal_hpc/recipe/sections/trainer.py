@@ -15,22 +15,22 @@ class ParallelConfig(BaseConfig):
     """Division of the model and the batch over ranks; the world has tp x pp x cp x dp ranks."""
 
     tp: Annotated[int, Field(ge=1)] = 1
-    """Tensor parallel: each layer's matrices over this many ranks."""
+    """Tensor parallelism: ranks that share each layer's matrices."""
     pp: Annotated[int, Field(ge=1)] = 1
-    """Pipeline parallel: layers over this many stages."""
+    """Pipeline parallelism: stages that share the layers."""
     cp: Annotated[int, Field(ge=1)] = 1
-    """Context parallel: each sequence over this many ranks."""
+    """Context parallelism: ranks that share each sequence."""
     dp: Annotated[int, Field(ge=1)] = 1
-    """Data parallel: copies of the model."""
+    """Data parallelism: copies of the model."""
     ep: Annotated[int, Field(ge=1)] = 1
-    """Expert parallel: a mixture's experts over this many of the tp x cp x dp ranks of a stage."""
+    """Expert parallelism: ranks, of a stage's tp x cp x dp, that share a mixture's experts."""
     shard_parameters: bool = False
-    """Divide weights, gradients and moments over all dp x cp ranks, layer by layer (FSDP2); for
-    models of transformers' own layers."""
+    """Whether to divide weights, gradients and moments over all dp x cp ranks, layer by layer
+    (FSDP2); for models of transformers' own layers."""
 
     @property
     def world_size(self) -> int:
-        """Trainer ranks in all."""
+        """Number of trainer ranks."""
         return self.tp * self.pp * self.cp * self.dp
 
 
@@ -38,13 +38,13 @@ Recompute = Literal["none", "selective", "full"] | Annotated[int, Field(ge=1)]
 
 
 class ActivationMemoryConfig(BaseConfig):
-    """How activations wait for the backward pass; the recipe's keys of `trainer` in one."""
+    """Treatment of activations before the backward pass, from the keys of `trainer`."""
 
     recompute: Recompute = "none"
     offload: bool = False
 
     def count_recomputed_layers(self, layers: int) -> int:
-        """Layers that keep their input alone, of the `layers` of one pipeline stage."""
+        """Count the layers of a pipeline stage that keep only their input."""
         if isinstance(self.recompute, int):
             return min(self.recompute, layers)
         return layers if self.recompute == "full" else 0
@@ -56,12 +56,12 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class OffloadConfig(BaseConfig):
-    """What waits in host memory while the GPU has no use for it."""
+    """Data that is kept in host memory while the GPU does not need it."""
 
     activations: bool = False
-    """What the backward pass needs is copied to the host in the forward pass, and back."""
+    """Whether the forward pass copies the activations to the host, and the backward pass back."""
     optimizer: bool = False
-    """Master weights and moments stay on the host and pass through the GPU at each step."""
+    """Whether master weights and moments stay on the host, and visit the GPU at each step."""
 
 
 DENSE_LINEAR_MODULES = (
@@ -73,29 +73,29 @@ DENSE_LINEAR_MODULES = (
     "up_proj",
     "down_proj",
 )
-"""Linear layers of a plain decoder, but for the head."""
+"""Linear layers of a plain decoder, except the head."""
 
 
 class LoraConfig(BaseConfig):
-    """A low-rank adapter in PEFT's terms; the weights that it changes are frozen.
+    """Low-rank adapter in PEFT's terms; the weights that it changes are frozen.
 
     The trainer builds the network of transformers' own modules.
     """
 
     rank: Annotated[int, Field(ge=1)] = 16
-    """Rows of each layer's matrix A, and columns of its B."""
+    """Rank: rows of each layer's matrix A, and columns of its B."""
     alpha: Annotated[int, Field(ge=1)] = 32
-    """A layer's weight changes by alpha / rank times B A."""
+    """Scaling: a layer's weight changes by alpha / rank times B A."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the inputs of A that training passes leave out."""
+    """Share of A's inputs that training passes leave out."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Layers that are adapted: the ends of their names, a pattern, or all linear ones."""
+    """Adapted layers: the ends of their names, a pattern, or all linear ones."""
     rslora: bool = False
-    """The change is alpha / sqrt(rank) times B A."""
+    """Whether to scale by alpha / sqrt(rank) instead."""
     dora: bool = False
-    """The length of each row of a weight is learned apart from its direction."""
+    """Whether to learn the norm of each row of a weight separately from its direction."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What servers are sent: weights that have the adapter in them, or the adapter alone."""
+    """Weights sent to servers: merged with the adapter, or the adapter alone."""
 
     @model_validator(mode="after")
     def _check_sync(self) -> LoraConfig:
@@ -113,7 +113,7 @@ class LoraConfig(BaseConfig):
                 f"sync=adapter is for target_modules of {', '.join(DENSE_LINEAR_MODULES)}, and not "
                 f"{', '.join(unknown)}; use sync=merged"
             )
-        # SGLang joins q, k and v, and gate and up, and takes k alone to be zero where it lacks.
+        # SGLang fuses q, k and v, and gate and up; of these only a missing k counts as zero.
         if named.intersection(("q_proj", "k_proj", "v_proj")) and not {"q_proj", "v_proj"} <= named:
             raise ValueError("sync=adapter needs q_proj and v_proj together; use sync=merged")
         if "up_proj" in named and "gate_proj" not in named:
@@ -122,14 +122,14 @@ class LoraConfig(BaseConfig):
 
     @property
     def served_modules(self) -> tuple[str, ...]:
-        """The ends of names of layers that a server adapts which is sent the adapter alone."""
+        """Ends of names of the layers that a server adapts with sync=adapter."""
         if isinstance(self.target_modules, str):
             return DENSE_LINEAR_MODULES
-        return tuple(one.rpartition(".")[2] for one in self.target_modules)
+        return tuple(name.rpartition(".")[2] for name in self.target_modules)
 
     @property
     def scaling(self) -> float:
-        """By which B A is multiplied."""
+        """Factor of B A."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
@@ -139,11 +139,11 @@ class SftAdamConfig(BaseConfig):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Not applied to norms and biases."""
+    """Weight decay, not of norms and biases."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps in which the learning rate grows from near 0 to its peak."""
+    """Steps over which the learning rate grows to its peak."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
+    """Shape of the learning rate after the warm-up, down to `min_lr_ratio` at the last step."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate as a share of the peak."""
 
@@ -157,15 +157,15 @@ class AdamConfig(SftAdamConfig):
         0.9,
         0.95,
     )
-    """Decay of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    """Term added to the root of the second moment."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
 
 def compute_learning_rate(step: int, total_steps: int, config: SftAdamConfig) -> float:
-    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
+    """Compute the learning rate of optimizer step `step`, from 0, out of `total_steps`."""
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     last = max(1, total_steps - 1 - config.warmup_steps)
     progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))
@@ -186,36 +186,36 @@ class TrainerConfig(BaseConfig):
     parallel: ParallelConfig = ParallelConfig()
     """Division of model and batch over ranks."""
     lora: LoraConfig | None = None
-    """An adapter is trained in place of all weights (SFT trains all); null: there is none."""
+    """Adapter that is trained instead of all weights (SFT trains all); null: none."""
     device: Device = "auto"
-    """Of trainer and servers; `auto` takes the GPU when the node has one."""
+    """Device of trainer and servers; `auto` is the GPU if the node has one."""
     dtype: Dtype = "bfloat16"
-    """Parameters and activations, also of the servers; master weights and gradients are float32."""
+    """Type of parameters and activations, also of servers; master weights, gradients: float32."""
     total_steps: Annotated[int, Field(ge=1)] = 100
-    """Batches to train on."""
+    """Number of batches to train on."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Tickets (tasks) per batch; each brings `rollout.n_samples` episodes."""
+    """Tickets (tasks) in a batch, each with `rollout.n_samples` episodes."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps per batch."""
+    """Optimizer steps in a batch."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
-    """Tokens packed into one forward pass of one data-parallel rank."""
+    """Tokens packed into one forward pass of one data-parallel rank at most."""
     recompute: Recompute = "none"
     """Activations computed again in the backward pass: none, those of norms and feed-forward parts,
-    all layers', or those of so many layers of each pipeline stage."""
+    those of all layers, or of this many layers of each pipeline stage."""
     offload: OffloadConfig = OffloadConfig()
-    """Host memory in the place of GPU memory."""
+    """Use of host memory instead of GPU memory."""
     optimizer: AdamConfig = AdamConfig()
     """AdamW."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """Training objective (clipped policy gradient)."""
     router_replay: bool = True
-    """A mixture's tokens visit, in training, the experts that they visited as they were sampled."""
+    """Whether training routes a mixture's tokens to the experts that sampled them."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 5
-    """Steps between checkpoints: the most that a kill can cost."""
+    """Steps between checkpoints, and so the most that a kill can cost."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
-    """Complete checkpoints kept; older ones are deleted."""
+    """Number of complete checkpoints that are kept."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps between Hugging Face exports; 0 exports only the last step."""
+    """Steps between exports in Hugging Face format; 0 exports only the last step."""
     annotate: Annotated[
         Literal["off", "sampled", "all"], BeforeValidator(_convert_false_to_off)
     ] = "sampled"
@@ -237,17 +237,17 @@ class TrainerConfig(BaseConfig):
 
     @property
     def reference_is_base(self) -> bool:
-        """True if the reference is the policy without its adapter."""
+        """Whether the reference is the policy without its adapter."""
         return self.lora is not None and self.objective.kl.reference == "initial"
 
     @property
     def ratios_are_one(self) -> bool:
-        """True if the proximal policy is always the one that is trained."""
+        """Whether the proximal policy is always the one that is trained."""
         return self.minibatches == 1 and self.objective.proximal != "none"
 
     @property
     def activations(self) -> ActivationMemoryConfig:
-        """How activations wait for the backward pass."""
+        """Treatment of activations before the backward pass."""
         return ActivationMemoryConfig(recompute=self.recompute, offload=self.offload.activations)
 
 
@@ -257,7 +257,7 @@ class SftConfig(BaseConfig):
     total_steps: Annotated[int, Field(ge=1)]
     """Optimizer steps."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Demonstrations per step."""
+    """Demonstrations in a step."""
     optimizer: SftAdamConfig = SftAdamConfig()
     """AdamW."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 500
