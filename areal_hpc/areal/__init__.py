@@ -1,4 +1,4 @@
-"""AReaL's names: `areal_hpc.areal.X` is what AReaL calls `areal.X`."""
+"""AReaL's names: `areal_hpc.areal.X` stands for AReaL's `areal.X`."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ else:
     def __getattr__(name: str) -> object:
         if name != "PPOTrainer":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Late: agents import their part of AReaL's names without the trainer's.
+        # Imported here, because agents import some of AReaL's names without the trainer.
         from areal_hpc.areal.ppo_trainer import PPOTrainer
 
         return PPOTrainer

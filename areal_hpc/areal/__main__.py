@@ -1,4 +1,4 @@
-"""`python -m areal_hpc.areal script.py ...`: a script whose `import areal...` is answered here."""
+"""`python -m areal_hpc.areal script.py ...`: runs a script with the import hook for `areal`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Functions that `convert` in `rules.yaml` names: a value of AReaL's -> keys of a recipe.
+"""Functions that `convert` in `rules.yaml` names: from a value of AReaL to keys of a recipe.
 
-Each gets AReaL's key, its value (never None, but for `concurrent_episodes`) and the whole
-configuration. It returns the recipe's keys with their values, none where nothing has to be set, and
-raises `UntranslatableError` where there is no counterpart.
+Each gets AReaL's key, its value (never None, except for `concurrent_episodes`) and the whole
+configuration. It returns the recipe's keys with their values, or nothing if none has to be set, and
+raises `UntranslatableError` if there is no counterpart.
 """
 
 import re
@@ -15,7 +15,7 @@ from areal_hpc.dataset.adapters import convert_gsm8k
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 NO_TOP_K = 100_000_000
-"""AReaL's `top_k` for no bound."""
+"""AReaL's value of `top_k` for no bound."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 NEUTRAL_SAMPLING_VALUES = {"top_p": 1.0, "top_k": -1}
 STEPS_KEY_BY_SECTION = {
@@ -32,19 +32,19 @@ BASELINES = {None: "none", "batch": "batch_mean", "group": "group_mean"}
 PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
 CORRECTION_METRICS = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
 REWARD_IGNORING_MIN_STD = 1e9
-"""For `trainer.objective.min_reward_std`: no rewards vary so much, so none are learned from."""
+"""Value of `trainer.objective.min_reward_std` above all deviations, so rewards have no effect."""
 OBJECTIVE = "trainer.objective"
 ENGINE_NAMES = ("sglang", "vllm")
 TRAINER_NAMES = ("fsdp", "megatron", "archon")
 
 
 def map_areal_module(dotted_path: str) -> str:
-    """A dotted path with `areal.` at its beginning as `areal_hpc.areal.`; any other as it is."""
+    """Replace `areal.` at the beginning of a dotted path by `areal_hpc.areal.`."""
     return f"areal_hpc.{dotted_path}" if dotted_path.startswith("areal.") else dotted_path
 
 
 def map_areal_path_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an agent; those that are dotted paths (`..._path`) as `map_areal_module`."""
+    """Apply `map_areal_module` to an agent's arguments that are dotted paths (`..._path`)."""
     return {
         name: map_areal_module(value)
         if name.endswith("_path") and isinstance(value, str)
@@ -85,7 +85,7 @@ def scheduler(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 
 
 def build_gsm8k_source(path_or_hub_name: str, split: str) -> dict[str, str] | None:
-    """The keys of a task set of GSM8K's repository, or a clone of it; `split`: train or test."""
+    """Build a task set's keys for GSM8K's repository or a clone; `split` is train or test."""
     if Path(path_or_hub_name).name != "gsm8k":
         return None
     to_task = f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}"
@@ -101,7 +101,7 @@ def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if _is_repository(value):
         source = build_gsm8k_source(str(value), split)
         if source is not None:
-            return {f"{section}.{name}": one for name, one in source.items()}
+            return {f"{section}.{name}": key_value for name, key_value in source.items()}
         raise UntranslatableError(
             f"set {section}.hub={value}/FILES, FILES being a pattern of its files, and "
             f"{section}.to_task to a function that makes a task of a row"
@@ -118,19 +118,19 @@ def task_set(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 def sampling(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     name = key.removeprefix("gconfig.")
     train_key, evaluation_key = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
-    own = areal.get(f"eval_gconfig.{name}")
+    eval_value = areal.get(f"eval_gconfig.{name}")
     train, evaluation = (
-        -1 if name == "top_k" and one >= NO_TOP_K else one
-        for one in (value, value if own is None else own)
+        -1 if name == "top_k" and number >= NO_TOP_K else number
+        for number in (value, value if eval_value is None else eval_value)
     )
     if name == "top_k" and train > MAX_MASK_TOKENS_PER_POSITION:
         raise UntranslatableError(
             f"at most {MAX_MASK_TOKENS_PER_POSITION}, or no bound; set {evaluation_key}"
         )
-    found = {train_key: train, evaluation_key: evaluation}
+    keys = {train_key: train, evaluation_key: evaluation}
     if train != NEUTRAL_SAMPLING_VALUES.get(name, train):
-        found["rollout.record_sampling_mask"] = True  # trained as it was sampled
-    return found
+        keys["rollout.record_sampling_mask"] = True  # training then uses the sampling distribution
+    return keys
 
 
 def context_length(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def context_length(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 
 
 def concurrent_episodes(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    """AReaL counts groups, by default as many as a batch has; a recipe counts episodes."""
+    """Convert AReaL's number of groups, by default a batch's, to a number of episodes."""
     groups = int(value or areal.get("train_dataset.batch_size"))
     return {"rollout.max_concurrent_rollouts": groups * int(areal.get("gconfig.n_samples"))}
 
@@ -159,7 +159,7 @@ def turn_discount(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 def tool_parser(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if not value:
         return {}
-    # A strict tool, which frameworks offer unasked, is sampled under a grammar, and trained so.
+    # Frameworks offer strict tools by default, which are sampled, and so trained, with a grammar.
     parser = TOOL_PARSER_BY_AREAL_NAME.get(value, value)
     return {"inference.tool_call_parser": parser, "rollout.record_sampling_mask": True}
 
@@ -228,13 +228,13 @@ def reward_norm(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
         )
     if leaves_own_out and (mean != "group" or std is not None):
         raise UntranslatableError("mean_leave1out goes with mean_level=group and std_level=null")
-    found = {
+    keys = {
         f"{OBJECTIVE}.baseline": "leave_one_out" if leaves_own_out else BASELINES[mean],
         f"{OBJECTIVE}.scale_rewards": std or "none",
     }
     if std is not None and not areal.get("actor.reward_norm.std_unbiased"):
-        return {**found, f"{OBJECTIVE}.std_ddof": 0}
-    return found
+        return {**keys, f"{OBJECTIVE}.std_ddof": 0}
+    return keys
 
 
 def reward_scaling(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def reward_bias(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 
 
 def critic_only(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    """Discounts and their unit, which `critic` carries over; 1.0 and `token` change nothing."""
+    """Check discounts and their unit, which `critic` converts; 1.0 and `token` have no effect."""
     if value not in (1.0, "token") and not _has_critic(areal):
         raise UntranslatableError("without a critic a reward counts for the whole episode")
     return {}
@@ -280,7 +280,7 @@ def decoupled_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     method = areal.get("actor.prox_logp_method")
     if method not in PROXIMAL_MODES:
         raise UntranslatableError(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         f"{OBJECTIVE}.proximal": PROXIMAL_MODES[method],
         correction: "none",
     }
@@ -290,9 +290,9 @@ def decoupled_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
         for name in ("level", "action", "metric", "agg", "upper")
     }
     if not value:
-        return found
+        return keys
     if rejection["level"] is not None:
-        found |= {
+        keys |= {
             correction: rejection["action"],
             f"{correction}_level": rejection["level"],
             f"{correction}_metric": CORRECTION_METRICS.get(rejection["metric"], "kl"),
@@ -300,10 +300,10 @@ def decoupled_loss(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
             f"{correction}_high": rejection["upper"],
         }
         if rejection["level"] == "sequence" and rejection["agg"] != "mean":
-            found[f"{correction}_agg"] = rejection["agg"]
+            keys[f"{correction}_agg"] = rejection["agg"]
     elif cap is not None:
-        found |= {correction: "mask", f"{correction}_high": cap}
-    return found
+        keys |= {correction: "mask", f"{correction}_high": cap}
+    return keys
 
 
 def rejection_metric(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -342,19 +342,19 @@ def teacher(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     reward_weight = areal.get("teacher.rl_loss_weight")
     coef = areal.get("teacher.distill_loss_weight")
     if not value or not coef:
-        return {}  # nobody is learned from
+        return {}  # there is no distillation
     coef = coef / reward_weight if reward_weight else coef
     if _is_repository(value):
         raise UntranslatableError(
             f"a teacher is a folder: download {value}, set trainer.objective.teacher.path to where "
             f"it lies and coef to {coef:g}; or serve it and set url in the place of path"
         )
-    found = {f"{OBJECTIVE}.teacher.path": value, f"{OBJECTIVE}.teacher.coef": coef}
+    keys = {f"{OBJECTIVE}.teacher.path": value, f"{OBJECTIVE}.teacher.coef": coef}
     if reward_weight:
-        return found
+        return keys
     if _has_critic(areal):
         raise UntranslatableError("a critic learns of rewards, which rl_loss_weight=0 leaves out")
-    return {**found, f"{OBJECTIVE}.min_reward_std": REWARD_IGNORING_MIN_STD}
+    return {**keys, f"{OBJECTIVE}.min_reward_std": REWARD_IGNORING_MIN_STD}
 
 
 def reward_weight(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def allocation_mode(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 
 
 def engine_backend(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    """As many replicas in a cell as a node has GPUs for, one cell a node."""
+    """Convert a layout of servers to one cell for each node, with the replicas that fit."""
     if not value:
         return {}
     name, sizes = _parse_backend_name(str(value)), _parse_sizes(str(value))
@@ -423,7 +423,7 @@ def engine_backend(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
 
 
 def trainer_backend(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
-    """FSDP's and Archon's ranks become Megatron's."""
+    """Convert a layout of FSDP, Megatron or Archon to Megatron's ranks."""
     if not value:
         return {}
     if _parse_backend_name(str(value)) not in TRAINER_NAMES:
@@ -438,8 +438,8 @@ def trainer_backend(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if hybrid and experts.get("t", 1) != 1:
         raise UntranslatableError("experts are not split by tensors of their own: use e for them")
     parallel = {"dp": "d", "tp": "t", "pp": "p", "cp": "c"}
-    found = {f"trainer.parallel.{name}": sizes.get(letter, 1) for name, letter in parallel.items()}
-    return {**found, "trainer.parallel.ep": experts.get("e", 1)}
+    keys = {f"trainer.parallel.{name}": sizes.get(letter, 1) for name, letter in parallel.items()}
+    return {**keys, "trainer.parallel.ep": experts.get("e", 1)}
 
 
 def _parse_backend_name(text: str) -> str:

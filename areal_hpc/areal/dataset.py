@@ -1,4 +1,4 @@
-"""AReaL's `get_custom_dataset`: the rows that a script hands to the trainer."""
+"""AReaL's `get_custom_dataset`, which returns the rows that a script passes to the trainer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,28 +16,28 @@ TRAIN_DATASET_KEY = "train_dataset"
 def get_custom_dataset(
     split: str, dataset_config: DatasetConfig, tokenizer: Any = None
 ) -> list[dict[str, Any]]:
-    """The rows of one split.
+    """Return the rows of one split.
 
     Args:
-        split: `train` or `test`: of a folder or repository, the files of that name.
+        split: `train` or `test`, which selects the files of that name in a folder or repository.
         dataset_config: `path` is a file, a folder that holds `train.jsonl` and `test.jsonl`, or
             GSM8K: `openai/gsm8k` in the hub's cache, or a folder of that name.
-        tokenizer: Counts tokens for `max_length`, which leaves longer prompts out.
+        tokenizer: Tokenizer for `max_length`, which leaves longer prompts out.
 
     Raises:
-        RecipeError: There are no such rows, or `max_length` comes without a tokenizer.
+        RecipeError: There are no such rows, or `max_length` is set without a tokenizer.
     """
     sources = _build_task_set_configs(split, dataset_config.path)
-    given = [row for source in sources for row in iterate_task_rows(source, TRAIN_DATASET_KEY)]
-    longest = dataset_config.max_length
-    if longest is None:
-        return given
+    rows = [row for source in sources for row in iterate_task_rows(source, TRAIN_DATASET_KEY)]
+    max_tokens = dataset_config.max_length
+    if max_tokens is None:
+        return rows
     if tokenizer is None:
         raise RecipeError(
-            f"max_length={longest} needs a tokenizer to count with",
+            f"max_length={max_tokens} needs a tokenizer to count with",
             key=f"{TRAIN_DATASET_KEY}.max_length",
         )
-    return [row for row in given if _count_prompt_tokens(row, tokenizer) <= longest]
+    return [row for row in rows if _count_prompt_tokens(row, tokenizer) <= max_tokens]
 
 
 def _build_task_set_configs(split: str, path_or_hub_name: str) -> Iterator[TaskSetConfig]:
@@ -51,13 +51,13 @@ def _build_task_set_configs(split: str, path_or_hub_name: str) -> Iterator[TaskS
         yield TaskSetConfig.model_validate(source)
         return
     pattern = source["hub"].removeprefix(f"{path_or_hub_name}/")
-    found = sorted(path.glob(pattern))
-    if not found:
+    files = sorted(path.glob(pattern))
+    if not files:
         raise RecipeError(
             f"{path} holds neither {lines.name} nor {pattern}",
             key=f"{TRAIN_DATASET_KEY}.path",
         )
-    for file in found:
+    for file in files:
         yield TaskSetConfig(path=file, to_task=source["to_task"])
 
 

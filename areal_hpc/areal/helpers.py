@@ -1,4 +1,4 @@
-"""Small functions that AReaL's scripts call: its `areal.utils`."""
+"""Small functions of AReaL's `areal.utils` that its scripts call."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from areal_hpc.rundir.paths import RunPaths
 
 
 def import_from_string(dotted_path: str) -> Any:
-    """Import what `package.module.name` names; `areal.` stands for `areal_hpc.areal.`."""
+    """Import the object `package.module.name`; `areal.` stands for `areal_hpc.areal.`."""
     return import_by_path(map_areal_module(dotted_path))
 
 
 def load_hf_tokenizer(
     model_name_or_path: str, fast_tokenizer: bool = True, padding_side: str | None = None
 ) -> Any:
-    """Load the tokenizer of a model directory; one without padding pads with its end token."""
+    """Load the tokenizer of a model directory; the padding token defaults to its end token."""
     from transformers import AutoTokenizer  # takes seconds, and a login node may not have it
 
     options = {} if padding_side is None else {"padding_side": padding_side}
@@ -31,7 +31,7 @@ def load_hf_tokenizer(
 
 
 class StatsLogger:
-    """The part of AReaL's logger that scripts call: the run itself writes metrics."""
+    """The part of AReaL's logger that scripts call; the run itself writes the metrics."""
 
     @staticmethod
     def get_log_path(config: StatsLoggerConfig) -> str:
@@ -43,7 +43,7 @@ class StatsLogger:
                 key="stats_logger",
                 hint="write fileroot: ${cluster.fileroot}, and so on",
             )
-        root, *below = (str(name) for name in names)
-        logs_dir = RunPaths(Path(root).expanduser().joinpath(*below)).logs_dir
+        root, *subfolders = (str(name) for name in names)
+        logs_dir = RunPaths(Path(root).expanduser().joinpath(*subfolders)).logs_dir
         logs_dir.mkdir(parents=True, exist_ok=True)
         return str(logs_dir)

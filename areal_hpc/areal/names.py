@@ -1,6 +1,6 @@
-"""AReaL's modules that only name things which live elsewhere, and its import root `areal`.
+"""AReaL's modules that consist of names of objects elsewhere, and its import root `areal`.
 
-Both are made when they are imported. `areal` is answered on request alone, see `import_hook`.
+The modules are made when they are imported; `areal` only after a request, see `import_hook`.
 """
 
 import difflib
@@ -58,19 +58,19 @@ MODULES: dict[str, dict[str, str]] = {
         "build_single_agent": "areal_hpc.agents.openai_agents_sdk.build_single_agent",
     },
 }
-"""Module below `areal_hpc.areal` -> its names, and where each is."""
+"""Names of modules below `areal_hpc.areal`, each with the dotted path of its object."""
 _PACKAGES = {module.rpartition(".")[0] for module in MODULES} | {"workflow"}
-_PACKAGES.discard("api")  # which has a folder, for it holds code
+_PACKAGES.discard("api")  # a folder with code exists
 _OLD_MODULE_BY_NEW = {
     "areal.infra": "areal.launcher",
     "areal.infra.launcher": "areal.launcher",
     "areal.infra.launcher.local": "areal.launcher.local",
 }
-"""Newer paths of AReaL's, and the older ones that are here."""
+"""Older paths of AReaL's modules, which exist here, by their newer ones."""
 
 
 class NameFinder(MetaPathFinder, Loader):
-    """Makes the modules of the table, and those of `areal` as other names of ours."""
+    """Import finder of the modules in `MODULES`, and of `areal` as aliases of our modules."""
 
     answers_areal = False
 
@@ -79,20 +79,20 @@ class NameFinder(MetaPathFinder, Loader):
             return ModuleSpec(name, self, is_package=True)
         if not self.answers_areal or name.partition(".")[0] != _AREAL_PACKAGE:
             return None
-        here = f"areal_hpc.{_OLD_MODULE_BY_NEW.get(name, name)}"
+        own_name = f"areal_hpc.{_OLD_MODULE_BY_NEW.get(name, name)}"
         try:
-            is_here = importlib.util.find_spec(here) is not None
+            exists = importlib.util.find_spec(own_name) is not None
         except ModuleNotFoundError:
-            is_here = False
-        if not is_here:
+            exists = False
+        if not exists:
             raise ModuleNotFoundError(_describe_unknown_module(name), name=name)
-        return ModuleSpec(name, self, is_package=True, loader_state=here)
+        return ModuleSpec(name, self, is_package=True, loader_state=own_name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         if spec.loader_state is None:
             return None
         module = importlib.import_module(spec.loader_state)
-        spec.loader_state = module.__spec__  # which the import system is about to replace
+        spec.loader_state = module.__spec__  # kept, because the import system replaces it
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -107,14 +107,14 @@ _finder = NameFinder()
 
 
 def install_name_finder() -> None:
-    """Let the modules of the table be imported; a second call changes nothing."""
-    # First: Python's own finder would load a second copy of each module from the package's folder.
+    """Make the modules of the table importable; a second call changes nothing."""
+    # It comes first, as Python's finder would load second copies from the package's folder.
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def answer_imports_of_areal() -> None:
-    """Answer `import areal...` from now on; a second call changes nothing.
+    """Resolve `import areal...` from now on; a second call changes nothing.
 
     Raises:
         RecipeError: A real AReaL is installed.

@@ -30,22 +30,21 @@ from areal_hpc.rundir.paths import RunPaths
 
 NEW_RUN_HINT = "use another trial_name to start a new run"
 IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
-"""Loaded where this process answers `import areal...`; the agent's processes must then too."""
+"""Module that, if loaded here, the agent's processes must load, too, to import `areal`."""
 
 EVALUATION_PICKLE_MODULE = f"{PICKLED_AGENT_MODULE}_for_evaluation"
-"""Holds an agent that plays held-out tasks alone."""
+"""Module of a pickled agent that only plays held-out tasks."""
 
 
 class PPOTrainer:
-    """Trains an agent from a script: here, or with `scheduler.type=slurm` on a cluster.
+    """Trains an agent from a script, on this machine or with `scheduler.type=slurm` on a cluster.
 
-    Rows and agent travel in the run directory, and the agent runs with the Python of the script.
-    The run is one like any other: it goes on when the script is started again, and every command of
-    `areal-hpc` understands it.
+    Rows and agent are stored in the run directory, and the agent runs with the script's Python. The
+    run continues when the script is started again, and every command of `areal-hpc` works with it.
 
     Args:
         config: AReaL's configuration, or a subclass of the user's.
-        train_dataset: Rows, each a dict; as `config.train_dataset.path` says when None.
+        train_dataset: Rows, each a dict; None: those of `config.train_dataset.path`.
         valid_dataset: Held-out rows.
     """
 
@@ -56,9 +55,9 @@ class PPOTrainer:
         valid_dataset: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
         self._config = config
-        given = {"train": train_dataset, "valid": valid_dataset}
+        datasets = {"train": train_dataset, "valid": valid_dataset}
         self._rows = {
-            split: _encode_rows(rows) for split, rows in given.items() if rows is not None
+            split: _encode_rows(rows) for split, rows in datasets.items() if rows is not None
         }
 
     def __enter__(self) -> Self:
@@ -68,7 +67,7 @@ class PPOTrainer:
         self.close()
 
     def close(self) -> None:
-        """Let go of the rows. Jobs have ended when `train` returns."""
+        """Release the rows; jobs have ended when `train` returns."""
         self._rows.clear()
 
     def train(
@@ -79,23 +78,23 @@ class PPOTrainer:
         eval_workflow_kwargs: Mapping[str, Any] | None = None,
         dynamic_filter_fn: Any = None,
     ) -> None:
-        """Run the jobs to their end, and show how it goes.
+        """Run the jobs to their end, and show their progress.
 
         Args:
-            workflow: The agent: its dotted path, its class, or itself; by default what the
-                configuration names. None in mode `online`.
-            eval_workflow: Plays held-out tasks; by default the same agent.
-            workflow_kwargs: Arguments of its constructor; by default those that the configuration
-                has beside a workflow that it names.
-            eval_workflow_kwargs: The other's arguments; by default the same.
-            dynamic_filter_fn: Says of a finished group whether to train it; a function that can be
-                imported, or `package.module:function`. It gets `{"rewards": array, "task": row}`.
+            workflow: Agent: its dotted path, its class or an instance; by default the
+                configuration's. None in mode `online`.
+            eval_workflow: Agent that plays held-out tasks; by default the same.
+            workflow_kwargs: Arguments of the agent's constructor; by default those of the
+                configuration beside its workflow.
+            eval_workflow_kwargs: Arguments of the other agent; by default the same.
+            dynamic_filter_fn: Function that returns whether to train a finished group; it must be
+                importable, or `package.module:function`. It gets `{"rewards": array, "task": row}`.
 
         Raises:
-            RecipeError: Something must change before this can run; all problems at once.
+            RecipeError: The configuration must change first; all problems at once.
             JobFailedError: A job failed for good.
             ClusterError: There is no Slurm here, or the run's jobs are queued already.
-            SystemExit: The user asked for a stop (130).
+            SystemExit: The user stopped the run (130).
         """
         recipe, notes = self.prepare(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
@@ -118,12 +117,12 @@ class PPOTrainer:
         eval_workflow_kwargs: Mapping[str, Any] | None = None,
         dynamic_filter_fn: Any = None,
     ) -> tuple[Recipe, list[str]]:
-        """What `train` runs, its arguments being the same, and what is lost of the configuration.
+        """Build the recipe for `train`, write rows and agents, and list ignored configuration keys.
 
-        Rows and agents are in place then.
+        The arguments are those of `train`.
 
         Raises:
-            RecipeError: Something must change before this can run.
+            RecipeError: The configuration must change before the run can start.
         """
         rows = self._rows.get("train")
         translation = translate_to_recipe(self._config, None if rows is None else len(rows))
@@ -139,26 +138,26 @@ class PPOTrainer:
         evaluation = tree.setdefault("evaluation", {})
         other_configured = evaluation.pop("workflow", None)
         other = eval_workflow or other_configured or workflow
-        others = (
+        other_kwargs = (
             kwargs if eval_workflow_kwargs is None else map_areal_path_kwargs(eval_workflow_kwargs)
         )
-        if other and not _is_same_agent(workflow, kwargs, other, others):
-            evaluation |= _save_agent(other, others, paths, EVALUATION_PICKLE_MODULE)
+        if other and not _is_same_agent(workflow, kwargs, other, other_kwargs):
+            evaluation |= _save_agent(other, other_kwargs, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
         for section in ("train_dataset", "valid_dataset"):
-            tree.pop(section, None)  # what counts is the rows that the script hands over
+            tree.pop(section, None)  # the rows that the script passes replace it
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
         tree["cluster"] = _build_cluster_section(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
             _write_task_set_once(lines, paths.dataset(split), recipe, f"{split}_dataset")
-        # The script's own keys and the rows that it hands over are not lost.
+        # Keys of the script itself and the paths of its rows are not ignored.
         return recipe, [
-            f"ignored  {one.key}={one.value}: {one.reason}"
-            for one in translation.untranslated
-            if find_rule_key(one.key) and not one.key.endswith("_dataset.path")
+            f"ignored  {item.key}={item.value}: {item.reason}"
+            for item in translation.untranslated
+            if find_rule_key(item.key) and not item.key.endswith("_dataset.path")
         ]
 
 
@@ -201,9 +200,9 @@ def _save_agent(
     path = map_areal_module(workflow) if isinstance(workflow, str) else get_import_path(workflow)
     if path is not None and is_unchanged_by_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
-    handed = path if path is not None else workflow
+    named_agent = path if path is not None else workflow
     path = save_agent_as_module(
-        handed, kwargs, paths.agent_dir, (_get_script_dir(),), alias, module
+        named_agent, kwargs, paths.agent_dir, (_get_script_dir(),), alias, module
     )
     return {"workflow": path, "workflow_kwargs": {}}
 

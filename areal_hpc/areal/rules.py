@@ -1,4 +1,4 @@
-"""The table of `rules.yaml`: what becomes of each key of AReaL's configuration."""
+"""Table of `rules.yaml`: the treatment of each key of AReaL's configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import msgspec
 import yaml
 
 OPAQUE_SECTIONS = ("agent_builder_kwargs",)
-"""Mappings that are one value: the arguments of a function."""
+"""Mappings that count as one value: the arguments of a function."""
 
 
 class UntranslatableError(Exception):
-    """A value has no counterpart in a recipe; the text says why."""
+    """Error for a value without a counterpart in a recipe; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class ArealConfig:
     """AReaL's configuration by dotted keys."""
 
     leaves: Mapping[str, Any]
-    """AReaL's defaults included."""
+    """Values by dotted keys, with AReaL's defaults."""
     stated: frozenset[str]
-    """Keys that a file states, or that differ from the defaults."""
+    """Keys that the file has, or that differ from the defaults."""
     train_rows: int | None
 
     def get(self, key: str) -> Any:
@@ -31,7 +31,7 @@ class ArealConfig:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Full batches of the training set; None if its size is not known."""
+        """Number of full batches in the training set; None if its size is unknown."""
         if self.train_rows is None:
             return None
         return max(1, self.train_rows // int(self.get("train_dataset.batch_size")))
@@ -46,7 +46,7 @@ class ArealConfig:
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the table, whose head explains the fields; one of the first six is set."""
+    """Line of the table; of the six fields explained at the table's top one is set."""
 
     rename: str = ""
     values: dict[Any, Any] = {}
@@ -60,7 +60,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def counterpart(self) -> str:
-        """Text for people: the keys of a recipe, or what holds instead of them."""
+        """Text for users: the keys of a recipe, or what replaces them."""
         if self.rename:
             changed = [
                 f"{new} for {old}" for old, new in self.values.items() if new not in (None, old)
@@ -83,14 +83,14 @@ RULE_BY_KEY: dict[str, Rule] = msgspec.convert(
 
 
 def find_rule_key(key: str) -> str:
-    """Find the key of the table for a key: itself or its section's; empty if there is none."""
+    """Find the table's key for a key: itself or its section's; empty if there is none."""
     sections = key.split(".")
     candidates = [key] + [".".join(sections[:end]) + ".*" for end in range(len(sections), 0, -1)]
     return next((name for name in candidates if name in RULE_BY_KEY), "")
 
 
 def flatten_to_dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping; a leaf may be an empty section."""
+    """Return the leaves of a nested mapping by dotted keys; a leaf may be an empty section."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value and f"{prefix}{name}" not in OPAQUE_SECTIONS:
@@ -104,8 +104,8 @@ def unflatten_dotted_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in leaves.items():
         *sections, name = key.split(".")
-        place = tree
+        node = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+            node = node.setdefault(section, {})
+        node[name] = value
     return tree

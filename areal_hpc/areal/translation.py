@@ -1,4 +1,4 @@
-"""Translation of an AReaL configuration into a recipe, with reasons for what is lost."""
+"""Translates an AReaL configuration into a recipe, with reasons for keys that are lost."""
 
 import dataclasses
 import difflib
@@ -27,9 +27,9 @@ from areal_hpc.areal.rules import (
 from areal_hpc.errors import RecipeError
 
 IDENTIFYING_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
-"""A configuration of AReaL's has at least one of these."""
+"""Sections of which a configuration of AReaL has at least one."""
 RECIPE_SECTIONS = ("trainer", "inference", "model")
-"""A configuration of AReaL's has none of these."""
+"""Sections of which a configuration of AReaL has none."""
 
 OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,
@@ -37,12 +37,12 @@ OPTIONAL_SECTION_CLASSES = {
     "critic": PPOCriticConfig,
     "teacher": TeacherConfig,
 }
-"""Sections whose keys have defaults that mean something once they are there."""
+"""Sections whose keys have defaults that take effect when the section exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class UntranslatedKey:
-    """A key without a counterpart in a recipe."""
+    """Key without a counterpart in a recipe."""
 
     key: str
     value: Any
@@ -52,18 +52,18 @@ class UntranslatedKey:
 @dataclass(frozen=True, slots=True)
 class Translation:
     recipe: dict[str, Any]
-    """The tree of a recipe. What AReaL says in the script (`rollout.workflow`) may be missing."""
+    """Tree of a recipe, which may lack keys that AReaL sets in the script (`rollout.workflow`)."""
     untranslated: list[UntranslatedKey]
-    """In the order of the configuration."""
+    """Keys without a counterpart, in the order of the configuration."""
 
 
 def translate_to_recipe(
     config: BaseExperimentConfig | Mapping[str, Any], train_rows: int | None = None
 ) -> Translation:
-    """Translate an object of AReaL's configuration, or the tree of a file.
+    """Translate an object of AReaL's configuration classes, or the tree of a file.
 
     Args:
-        config: Of a file, what it states; AReaL's defaults stand for the rest.
+        config: Object, or the keys of a file, for which AReaL's defaults fill in the rest.
         train_rows: Rows of the training set; without them epochs cannot be counted in steps.
 
     Raises:
@@ -84,7 +84,7 @@ def translate_to_recipe(
                 f"{', '.join(IDENTIFYING_SECTIONS)} is present",
                 hint="give the file that AReaL's --config names",
             )
-        if section := next((one for one in RECIPE_SECTIONS if one in config), None):
+        if section := next((name for name in RECIPE_SECTIONS if name in config), None):
             raise RecipeError(
                 f"this is a recipe, not an AReaL configuration: it has a section {section!r}",
                 hint="areal-hpc run takes it as it is",
@@ -98,8 +98,8 @@ def translate_to_recipe(
         leaves = {
             key: value
             for key, value in defaults.items()
-            # A file may state a section as a single value.
-            if not any(key == one or key.startswith(f"{one}.") for one in stated)
+            # A file may give a section as a single value.
+            if not any(key == name or key.startswith(f"{name}.") for name in stated)
         }
     stated = {_rename_older_key(key): value for key, value in stated.items()}
     areal = ArealConfig(leaves | stated, frozenset(stated), train_rows)
@@ -114,8 +114,8 @@ def _apply_rules(areal: ArealConfig) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     rule_keys = {key: find_rule_key(key) for key in areal.leaves}
-    places = {name: place for place, name in enumerate(RULE_BY_KEY)}
-    for key in sorted(areal.leaves, key=lambda key: places.get(rule_keys[key], -1)):
+    positions = {name: position for position, name in enumerate(RULE_BY_KEY)}
+    for key in sorted(areal.leaves, key=lambda key: positions.get(rule_keys[key], -1)):
         rule = RULE_BY_KEY.get(rule_keys[key])
         value, is_stated = areal.get(key), key in areal.stated
         if value is None or (rule and rule.if_stated and not is_stated):
@@ -128,10 +128,10 @@ def _apply_rules(areal: ArealConfig) -> Translation:
             if is_stated:
                 untranslated.append(UntranslatedKey(key, value, str(error)))
             continue
-        # Arguments of SGLang add up; of other keys the later rule wins.
+        # Arguments of SGLang are concatenated; for other keys the later rule wins.
         extra_args = recipe.get("inference.extra_args", []) + new.pop("inference.extra_args", [])
         recipe |= new | ({"inference.extra_args": extra_args} if extra_args else {})
-    if areal.get("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
+    if areal.get("rollout.max_concurrent_rollouts") is None:  # AReaL derives it from other keys
         recipe |= conversions.concurrent_episodes("", None, areal)
     order = list(areal.leaves)
     untranslated.sort(key=lambda lost: order.index(lost.key))

@@ -1,8 +1,8 @@
 """AReaL's configuration: its dataclasses, and a script's command line as one of them.
 
 Names and defaults are AReaL's (`areal/api/cli_args.py`, version 2.0.0 of 2026-08-22). Sections that
-mean nothing here, or that SGLang reads as they are, stay plain mappings. Plain dataclasses, so
-that users may subclass them as AReaL's guides do.
+have no effect here, or that SGLang reads unchanged, stay plain mappings. The classes are plain
+dataclasses, so that users can subclass them as in AReaL's guides.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class GenerationHyperparameters:
     drop_incomplete_group: bool = False
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """A copy with changes."""
+        """Return a copy with changes."""
         return replace(self, **{"stop_token_ids": list(self.stop_token_ids), **changes})
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
-        """A copy that also stops at the tokenizer's end and padding tokens."""
-        found = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        more = [one for one in found if one is not None and one not in self.stop_token_ids]
-        return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(more)])
+        """Return a copy that also stops at the tokenizer's end and padding tokens."""
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        new_ids = [id_ for id_ in ids if id_ is not None and id_ not in self.stop_token_ids]
+        return self.new(stop_token_ids=[*self.stop_token_ids, *dict.fromkeys(new_ids)])
 
 
 @dataclass
@@ -134,7 +134,7 @@ class NormConfig:
 
 @dataclass
 class RejectionSamplingConfig:
-    """`actor.rejection_sampling`: which tokens are too far from the policy that sampled them."""
+    """`actor.rejection_sampling`: rejection of tokens by their ratio to the sampling policy."""
 
     level: str = "token"
     action: str = "mask"
@@ -230,7 +230,7 @@ class ClusterSpecConfig:
 class SchedulerConfig:
     type: str | None = None
     site: str = ""
-    """A site file, as `areal-hpc submit --site` takes it. The one key that is not AReaL's."""
+    """Site file, as for `areal-hpc submit --site`; the only key that AReaL does not have."""
 
 
 @dataclass
@@ -325,7 +325,7 @@ class PPOConfig(BaseExperimentConfig):
 
 
 GRPOConfig = PPOConfig
-"""The name that AReaL's examples use; the variants differ by configuration alone."""
+"""Name in AReaL's examples; the algorithms differ only in their configuration."""
 
 
 @dataclass
@@ -358,18 +358,18 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
 
 
 def read_areal_config_file(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A YAML file with overrides and interpolations carried out.
+    """Read a YAML file, apply overrides, and resolve interpolations.
 
     Raises:
-        RecipeError: It is missing, no YAML, or no mapping; an override has no `=`.
+        RecipeError: The file is missing, no YAML, or no mapping; or an override has no `=`.
     """
     if not path.is_file():
         raise RecipeError(f"there is no configuration at {path}", key=str(path))
-    wrong = [item for item in overrides if "=" not in item]
-    if wrong:
+    malformed = [item for item in overrides if "=" not in item]
+    if malformed:
         raise RecipeError.from_problems(
             Problem(f"expected key=value, got {item!r}", hint="write actor.path=/models/mine")
-            for item in wrong
+            for item in malformed
         )
     try:
         tree = OmegaConf.load(path)
@@ -385,10 +385,10 @@ def read_areal_config_file(path: Path, overrides: Sequence[str] = ()) -> dict[st
 
 
 def to_config(values: Mapping[str, Any], config_class: type[ConfigT], file_name: str) -> ConfigT:
-    """A mapping as a configuration class.
+    """Convert a mapping to a configuration class.
 
     Raises:
-        RecipeError: All unknown keys, each with the nearest known one; or a value of a wrong type.
+        RecipeError: Keys are unknown, all reported with the nearest known one; or a type is wrong.
     """
     problems = list(_find_unknown_keys(values, OmegaConf.structured(config_class), ""))
     if problems:
@@ -397,8 +397,8 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], file_name:
         merged = OmegaConf.merge(OmegaConf.structured(config_class), dict(values))
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        said = str(error).splitlines()[0]
-        raise RecipeError(said, key=str(error.full_key or file_name)) from error
+        message = str(error).splitlines()[0]
+        raise RecipeError(message, key=str(error.full_key or file_name)) from error
     return config  # type: ignore[no-any-return]
 
 
@@ -424,6 +424,6 @@ def _find_section(config_structure: Any, section_name: str) -> Any:
     section = config_structure[section_name]
     if section is not None:
         return section
-    node = config_structure._get_node(section_name)  # omegaconf has no public way to ask
+    node = config_structure._get_node(section_name)  # omegaconf has no public function for it
     kind = node._metadata.ref_type
     return OmegaConf.structured(kind) if dataclasses.is_dataclass(kind) else {}

@@ -1,7 +1,7 @@
 """`python -m areal_hpc.areal.launcher.local script.py --config ...`: run a training script.
 
 AReaL's launcher starts servers, and then the script beside them. Here the script's own
-`PPOTrainer` starts all jobs of a run, so this runs the script and nothing else.
+`PPOTrainer` starts all jobs of a run, so this launcher only runs the script.
 """
 
 import runpy
@@ -16,7 +16,7 @@ def run_script_as_main(argv: Sequence[str]) -> int:
     """Run `script.py arguments...`, or `-m module arguments...`, as Python would.
 
     Returns:
-        The exit code. Errors of ours are told as the command line tells them.
+        The exit code. Errors of areal_hpc are printed as `areal-hpc` prints them.
     """
     try:
         _run_script(list(argv))
