@@ -15,7 +15,7 @@ class OverlongConfig(BaseConfig):
     """Treatment of replies that reached their limit of tokens, or came near it."""
 
     mask: bool = False
-    """Leave replies cut at their limit out of the loss; their rewards still count in their groups."""
+    """Leave replies cut at their limit out of the loss; their rewards still count in the group."""
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Largest deduction from the reward of a long reply (DAPO's soft penalty: 1)."""
     expected_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -189,7 +189,7 @@ class ObjectiveConfig(BaseConfig):
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
     custom: str = ""
-    """`package.module:function` of LossInputs that returns each token's term; replaces surrogate."""
+    """`package.module:function` of LossInputs that returns each token's term, for surrogate."""
     off_policy_correction_agg: CorrectionAggregate = "mean"
     """At level sequence: the bounded mean, sum or maximum over the row (of ratios: of logs)."""
 
