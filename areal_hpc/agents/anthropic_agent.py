@@ -8,7 +8,7 @@ from areal_hpc.agents.math_tools import DEFAULT_MATH_REWARD_PATH, SubprocessRewa
 
 
 class AnthropicMathAgent:
-    """Makes one model call. `request` has its further arguments, such as `temperature`."""
+    """Agent of one model call. `request` has its further arguments, such as `temperature`."""
 
     def __init__(
         self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, max_tokens: int = 1024, **request: Any

@@ -11,7 +11,7 @@ from areal_hpc.client.camel import SessionTokenCounter
 
 
 class CamelMathAgent:
-    """Makes one model call. `request` has its further arguments, such as `temperature`.
+    """Agent of one model call. `request` has its further arguments, such as `temperature`.
 
     `tokenizer` is the model's directory, or its `owner/name` in the hub's cache: CAMEL counts
     tokens, and would download OpenAI's tokenizer for an unknown model.

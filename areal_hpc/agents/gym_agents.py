@@ -17,7 +17,7 @@ from areal_hpc.wire.agent_reward import Reward
 
 
 class GymAgent:
-    """Plays a gym for at most `max_turns` model calls; each reply has the reward of its step.
+    """Agent that plays a gym for at most `max_turns` calls; each reply has its step's reward.
 
     Gyms are third-party code that reads model output. A fork of a worker plays each episode,
     isolated by `reward.isolation`; it sees the worker's Python and what the arguments name.
@@ -143,7 +143,7 @@ def build_gym_answer_messages(gym_answer: Mapping[str, Any]) -> list[dict[str, A
 
 
 class GymnasiumAgent(GymAgent):
-    """Plays environments of gymnasium; the model writes actions as `<action>2</action>`.
+    """Agent for environments of gymnasium; the model writes actions as `<action>2</action>`.
 
     A task may have `seed` and `options`, for `reset`. With `env_kwargs: {render_mode: ansi}` the
     model reads the environment's text rendering.
@@ -167,7 +167,7 @@ class GymnasiumAgent(GymAgent):
 
 
 class NemoGymAgent(GymAgent):
-    """Plays rows of NeMo Gym's data sets, unchanged: `train_dataset: {path: example.jsonl}`.
+    """Agent for rows of NeMo Gym's data sets, unchanged: `train_dataset: {path: example.jsonl}`.
 
     A server with steps answers each reply; other servers offer tools, and verify the last reply.
 
@@ -185,7 +185,7 @@ class NemoGymAgent(GymAgent):
 
 
 class OpenEnvAgent(GymAgent):
-    """Plays environments of OpenEnv: the model writes a text, or JSON in `<action>` tags.
+    """Agent for environments of OpenEnv; the model writes a text, or JSON in `<action>` tags.
 
     A task may have `reset`, arguments of the environment's `reset`.
 
@@ -215,7 +215,7 @@ _MODEL_BY_PROXY = {"NO_PROXY": "", "no_proxy": ""}
 
 
 class VerifiersAgent(GymAgent):
-    """Plays tasks of verifiers: its harness calls the model, and it computes the reward.
+    """Agent for tasks of verifiers, whose harness calls the model and which computes the reward.
 
     A task has `index`, the task's index in the task set, by default 0.
 
@@ -272,13 +272,13 @@ _OPTIONAL_KEYS_BY_SERVER_KIND = {"command": {"env", "cwd"}, "url": {"headers"}}
 
 
 class McpAgent(GymAgent):
-    """The model calls tools until it answers; a reward function judges the answer.
+    """Agent with tools of MCP servers, up to the model's answer, which a reward function judges.
 
     Args:
         servers: By name, `{"command": [...]}` (stdio; with `env`, `cwd`) or `{"url": "http://..."}`
-            (streamable HTTP; with `headers`). With several, a tool's name begins with that
-            of its server and two underscores. Those of `command` run where the gym does, and see
-            what it sees; those of `url` are reached.
+            (streamable HTTP; with `headers`). With several, a tool's name begins with that of its
+            server and two underscores. Those of `command` run with the gym, and see the same files;
+            those of `url` become reachable.
         reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
         call_timeout_s: Time limit of one tool call.
         gym_agent_options: See `GymAgent`.

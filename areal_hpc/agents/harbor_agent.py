@@ -28,7 +28,7 @@ COMMAND_TOOL: Any = {
 
 
 class HarborAgent:
-    """Runs the model's commands until a reply has no tool call, then runs the task's tests.
+    """Agent that runs the model's commands up to a reply without a tool call, then the tests.
 
     Args:
         max_turns: Model calls of an episode at most.

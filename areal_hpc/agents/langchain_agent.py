@@ -26,7 +26,7 @@ CALCULATOR_TOOL = StructuredTool.from_function(
 
 
 class LangChainMathAgent:
-    """Makes one model call. `model` has further arguments of `ChatOpenAI`, as `temperature`."""
+    """Agent of one model call. `model` has further arguments of `ChatOpenAI`."""
 
     def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, **model: Any) -> None:
         self.reward = SubprocessRewardFunction(reward_fn_path)
@@ -48,7 +48,7 @@ class LangChainMathAgent:
 
 
 class LangGraphMathAgent(LangChainMathAgent):
-    """Offers the model a calculator; `middleware` is that of LangChain's agent."""
+    """Agent with a calculator; `middleware` is that of LangChain's agent."""
 
     def __init__(self, middleware: Sequence[Any] = (), **base_options: Any) -> None:
         super().__init__(**base_options)

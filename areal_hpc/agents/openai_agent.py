@@ -29,7 +29,7 @@ RETRY_PROMPT = "That is not right. Look for the mistake, and answer again in the
 
 
 class OpenAIMathAgent:
-    """Makes one model call. `request` has its further arguments, such as `temperature`."""
+    """Agent of one model call. `request` has its further arguments, such as `temperature`."""
 
     def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, **request: Any) -> None:
         self.reward = SubprocessRewardFunction(reward_fn_path)
@@ -47,7 +47,7 @@ class OpenAIMathAgent:
 
 
 class MultiTurnMathAgent(OpenAIMathAgent):
-    """Tries again after a wrong answer, `max_turns` times in all.
+    """Agent that tries again after a wrong answer, `max_turns` times in all.
 
     The last reply has the reward; `trainer.objective.credit` propagates it to earlier replies.
     """
@@ -73,7 +73,7 @@ class MultiTurnMathAgent(OpenAIMathAgent):
 
 
 class OpenAIMathToolAgent(OpenAIMathAgent):
-    """Offers the model a calculator; the answer is empty if `max_turns` calls bring none.
+    """Agent with a calculator; its answer is empty if `max_turns` calls bring none.
 
     `first_request` has arguments of the first model call alone, such as `tool_choice`.
     """

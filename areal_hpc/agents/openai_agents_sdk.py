@@ -13,7 +13,7 @@ MATH_AGENT_BUILDER_PATH = f"{__name__}.build_math_agent"
 
 
 class AgentsSdkWorkflow:
-    """Builds the agent for every episode, runs it, and judges its final output.
+    """Workflow that builds an SDK agent for every episode, and judges its final output.
 
     Hand-offs and tools are tool calls: `inference.tool_call_parser` must name the model's format.
 

@@ -1,4 +1,4 @@
-"""Translates an AReaL configuration into a recipe, with reasons for keys that are lost."""
+"""Translation of an AReaL configuration into a recipe, with reasons for keys that are lost."""
 
 import dataclasses
 import difflib

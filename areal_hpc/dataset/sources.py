@@ -1,4 +1,4 @@
-"""Reads the rows of task sources, and writes task sets as JSON lines into the run directory.
+"""Rows of task sources, and task sets as JSON lines in the run directory.
 
 Sources are files, the cache of the Hugging Face hub, generators and Harbor's task folders.
 """

@@ -1,4 +1,4 @@
-"""Counts dropped tickets, and detects that no batch can form or that the agent always fails."""
+"""Counts of dropped tickets, which show that no batch can form or that the agent always fails."""
 
 from collections import Counter
 from dataclasses import dataclass, field

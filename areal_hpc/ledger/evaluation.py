@@ -183,7 +183,7 @@ class EvaluationState:
 
 
 class SetEvaluator:
-    """Evaluates sets on the weights of one step after another.
+    """Evaluator of sets on the weights of one step after another.
 
     A set is durable when it is done, so only the others are played again after a crash.
     """

@@ -116,7 +116,7 @@ class DrawnTasks(msgspec.Struct, frozen=True):
 
 
 class Curriculum:
-    """Draws the tasks of tickets by the weights of `weigh`, with the run's seed.
+    """Curriculum, which draws the tasks of tickets by weights of `weigh` and the run's seed.
 
     Drawn tasks are written to `path`, and read from there after a restart.
     """
@@ -206,7 +206,7 @@ def validate_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class TaskStream:
-    """Turns references to tickets into grants that a driver can run."""
+    """Stream of tasks and seeds, from which tickets become grants that a driver can run."""
 
     sources: tuple[TaskSource, ...]
     """Parts of the training set, in their order."""

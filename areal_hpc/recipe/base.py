@@ -1,4 +1,4 @@
-"""Base class of all configuration models, and messages for pydantic's validation errors."""
+"""Base class of all configuration models, and problems from pydantic's validation errors."""
 
 import difflib
 import re

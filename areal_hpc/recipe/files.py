@@ -1,4 +1,4 @@
-"""Finds and reads the files of recipes: the user's, shipped ones, and those that they extend.
+"""Files of recipes: the user's, shipped ones, and those that they extend.
 
 A header is the comment at the top of a shipped recipe. Its first line is the recipe's purpose. Then
 

@@ -1,4 +1,4 @@
-"""Looks up repositories in the local cache of the Hugging Face hub; never downloads.
+"""Lookup of repositories in the local cache of the Hugging Face hub; never downloads.
 
 The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It must be on shared storage, where jobs read it.
 """

@@ -1,4 +1,4 @@
-"""Loads recipes from YAML files, site files and command-line overrides."""
+"""Loading of recipes from YAML files, site files and command-line overrides."""
 
 import contextlib
 import re
@@ -94,7 +94,7 @@ def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
     """
     plain = [OmegaConf.to_container(tree) for tree in trees]
     conflicts = [
-        found for pair in combinations(plain, 2) for found in _find_container_kind_conflicts(*pair)
+        clash for pair in combinations(plain, 2) for clash in _find_container_kind_conflicts(*pair)
     ]
     if conflicts:
         raise RecipeError.from_problems(

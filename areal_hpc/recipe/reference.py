@@ -1,4 +1,4 @@
-"""Generates the reference table of recipe keys from the docstrings of the sections' fields."""
+"""Reference table of recipe keys, generated from the docstrings of the sections' fields."""
 
 import ast
 import inspect

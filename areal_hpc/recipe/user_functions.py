@@ -1,4 +1,4 @@
-"""Imports user functions that a recipe names (`package.module:function`)."""
+"""Import of user functions that a recipe names (`package.module:function`)."""
 
 import difflib
 import importlib

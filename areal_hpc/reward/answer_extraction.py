@@ -1,4 +1,4 @@
-"""Extracts the answer from a reply: boxed, tagged, or in a fenced block of code."""
+"""Extraction of the answer from a reply: boxed, tagged, or in a fenced block of code."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reward for answers that are Python programs: it runs their tests in sandboxes."""
+"""Reward for answers that are Python programs, by tests in sandboxes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Measures how far a judging model agrees with labels of people (`areal-hpc check-judge`)."""
+"""Agreement of a judging model with labels of people (`areal-hpc check-judge`)."""
 
 import asyncio
 from collections.abc import Sequence

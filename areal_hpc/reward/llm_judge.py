@@ -46,7 +46,7 @@ class _JudgeReply(Struct):
 
 
 class LlmJudge:
-    """Grades replies by a rubric with a judging model: `grade = await judge(question, reply)`.
+    """Judging model with a rubric: `grade = await judge(question, reply)`.
 
     Grades are cached; in `cache` they outlive the process. A reply can manipulate the judge:
     measure how far the judge agrees with people (`areal-hpc check-judge`), and read the replies

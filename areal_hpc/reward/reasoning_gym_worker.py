@@ -1,4 +1,4 @@
-"""Worker of `reasoning_gym_reward`: scores answers by reasoning-gym, each in a fork.
+"""Worker of `reasoning_gym_reward`, which scores answers by reasoning-gym, each in a fork.
 
 The scorers of nine sets evaluate a reply as Python. An audit hook lets such text only compute with
 numbers and names; text that evades it still runs in an isolated process (`worker_loop.py`).
@@ -31,7 +31,7 @@ _REFUSED_INSTRUCTIONS = ("ATTR", "METHOD")
 
 
 class ReasoningGymScorer(Scorer):
-    """Scores answers to tasks of all of reasoning-gym's sets."""
+    """Scorer of answers to tasks of all of reasoning-gym's sets."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}

@@ -115,7 +115,7 @@ class LeasedTickets:
 
 
 class Driver:
-    """Keeps the episode slots of one cell busy until the ledger replies with `stop`.
+    """Driver that keeps a cell's episode slots busy until the ledger replies with `stop`.
 
     It sends one lease request at a time, so that `held` and `finished` in it are current. A busy
     driver sends short requests and waits between them for the end of a ticket; the ledger holds

@@ -1,4 +1,4 @@
-"""Watches a driver's episodes, and reports slow ones and blocks of the event loop."""
+"""Watch over a driver's episodes, which reports slow ones and blocks of the event loop."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ class RunningEpisode:
 
 
 class EpisodeWatch:
-    """Keeps the running episodes, and records slow ones and blocks of the event loop."""
+    """Table of running episodes; it records slow ones and blocks of the event loop."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events

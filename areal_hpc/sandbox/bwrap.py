@@ -56,7 +56,7 @@ mkdir -m 1777 "$1/tmp" "$1/shm"
 mkdir "$1/pts"
 mount -t devpts -o newinstance,ptmxmode=666,mode=620,max=64 devpts "$1/pts" 2> /dev/null || :
 for number in $5; do mkdir -m 1777 "$1/folder$number"; done
-cd "$4"  # the sandbox sees this command line, and is told no path of this machine
+cd "$4"  # so that the command line, which the sandbox sees, has no path of this machine
 shift 5
 exec ./bwrap "$@"
 """
@@ -89,7 +89,7 @@ def hold_content_descriptors() -> Iterator[ContentDescriptors]:
 
 
 class BwrapRuntime:
-    """Starts sandboxes of bubblewrap. `build_error` builds the error if the machine cannot."""
+    """Runtime of bubblewrap. `build_error` builds the error if this machine cannot isolate."""
 
     name = "bwrap"
 

@@ -35,7 +35,7 @@ _FILTER_INSTRUCTION_BYTES = 8
 
 
 class CommandServer:
-    """Starts commands, and sends their exit codes to the host."""
+    """Server that starts commands, and sends their exit codes to the host."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
@@ -64,7 +64,7 @@ class CommandServer:
             socket.send_fds(self._channel, [READY_MESSAGE], [listener.fileno()])
 
     def serve(self) -> None:
-        with contextlib.suppress(OSError, EOFError):  # the host is gone
+        with contextlib.suppress(OSError, EOFError):  # the host has closed the channel
             while True:
                 readable, _, _ = select.select([self._channel.fileno(), self._wakeup_read], [], [])
                 if self._wakeup_read in readable:

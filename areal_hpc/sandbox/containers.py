@@ -68,9 +68,9 @@ _PODMAN_CHANNEL_FD = 3
 _RUN_PODMAN_SCRIPT = """
 exec 3<&0 < /dev/null > /dev/null
 mount -t tmpfs -o size=1m tmpfs /dev/shm  # where podman keeps locks, for all of its user
-# crun knows no version 1 of control groups beside version 2, and is to use none.
+# crun supports no version 1 of control groups beside version 2, and must use neither.
 mount -t cgroup2 cgroup2 /sys/fs/cgroup 2> /dev/null || :
-podman "$@"  # not in place of this shell, which reaps what loses its parent
+podman "$@"  # no `exec`: this shell reaps orphans
 """
 _PODMAN_FILES = {
     "containers.conf": """

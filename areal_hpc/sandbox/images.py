@@ -1,4 +1,4 @@
-"""Unpacks root file systems from archives, once per node, into a cache in the temporary folder.
+"""Cache of root file systems, unpacked from archives once per node, in the temporary folder.
 
 An archive is a tar of all files, or an image of the Open Container Initiative (OCI), as `podman
 save --format oci-archive` writes it (OCI image specification 1.1: image-layout.md, manifest.md,

@@ -1,4 +1,4 @@
-"""Builds the command line of a worker: third-party code (a gym, a scorer) that reads model output.
+"""Command line of a worker: third-party code (a gym, a scorer) that reads model output.
 
 A worker has a Python of its own. By default bubblewrap isolates it: it sees the system's programs,
 its Python and named folders, all read-only, but no secrets, no files of the user and no other

@@ -1,4 +1,4 @@
-"""Measures the memory of a sandbox's processes without control groups.
+"""Measurement of the memory of a sandbox's processes without control groups.
 
 Resident pages are not enough: shared memory that a process has released, and unread data in
 sockets, count as resident in no process.

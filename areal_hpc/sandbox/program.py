@@ -1,4 +1,4 @@
-"""Runs Python programs that a model wrote, each in a sandbox of its own, with limits.
+"""Execution of Python programs that a model wrote, each in a sandbox with limits.
 
 By default bubblewrap isolates the program. With `isolation="none"` only the limits apply: the
 program reads and writes what its user may; a run by root starts it as user 65534.

@@ -29,7 +29,7 @@ from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec, SandboxStartPlan
 
 
 class Runtime(Protocol):
-    """Starts sandboxes, in which `command_server.py` runs the commands."""
+    """Starter of sandboxes, in which `command_server.py` runs the commands."""
 
     name: str
 
@@ -44,7 +44,7 @@ class Runtime(Protocol):
 
 
 class HostRuntime:
-    """Makes folders on this machine, without isolation: commands can do all that the user can.
+    """Runtime without isolation, in a folder of this machine: commands can do what the user can.
 
     With `as_nobody` commands and folders are user 65534's if this process is root's.
     """
@@ -104,7 +104,7 @@ RETRY_PAUSE_S = 1.0
 
 
 class SandboxPool:
-    """Keeps `size` sandboxes ready, all alike."""
+    """Pool that keeps `size` equal sandboxes ready."""
 
     def __init__(self, runtime: Runtime, spec: SandboxSpec, size: int) -> None:
         self._runtime, self._spec, self._size = runtime, spec, size

@@ -1,4 +1,4 @@
-"""Forwards connections from a socket that listens in a sandbox to one address or to named hosts."""
+"""Forwarders from a socket that listens in a sandbox to one address or to named hosts."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ _CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
 
 
 class SessionForwarder:
-    """Serves a sandbox's listening socket from outside, and connects to one address only."""
+    """Forwarder outside a sandbox from its listening socket to one address."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

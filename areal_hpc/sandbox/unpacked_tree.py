@@ -1,4 +1,4 @@
-"""Unpacks untrusted tar archives into a folder, and never writes outside it.
+"""Folder into which untrusted tar archives are unpacked without writes outside it.
 
 Links on the way to a file are followed as if the folder were the root. Files, folders and links are
 written; devices, pipes, hard links to them, and the set-user-ID and set-group-ID bits are left

@@ -178,7 +178,7 @@ CLEAN_UP_S = 60.0
 
 
 class HarnessAgent:
-    """Runs a program in a copy of the task's folder, `data["folder"]`, or in an empty one.
+    """Agent that runs a program in a copy of the task's `data["folder"]`, or in an empty one.
 
     A known harness gets the session's URL and key in its own settings; a command reads them from
     `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys. The program runs in the task's sandbox

@@ -1,4 +1,4 @@
-"""Builds the images of Harbor's task folders by podman, on a machine with a network.
+"""Build of the images of Harbor's task folders by podman, on a machine with a network.
 
 `podman build` needs neither a daemon nor root. An image is saved as an archive in the task's
 folder, so that shared storage holds one file for a task, and nodes need no registry.

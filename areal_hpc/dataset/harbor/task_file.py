@@ -1,4 +1,4 @@
-"""Reads `task.toml` of a Harbor task, schema 1.4 and before, and finds unsupported keys.
+"""`task.toml` of a Harbor task, schema 1.4 and before, and its unsupported keys.
 
 The source is Harbor 0.24: its documentation of tasks, and its models.
 """

@@ -1,4 +1,4 @@
-"""Reads Harbor's task folders as rows of a task set, and interprets simple Dockerfiles.
+"""Harbor's task folders as rows of a task set, with an interpreter of simple Dockerfiles.
 
 FROM, WORKDIR, ENV, COPY and ADD of local files take effect in a sandbox without a build; any other
 instruction needs a built root file system.
@@ -42,7 +42,7 @@ class ContainerFile:
 
 
 def read_container_file(path: Path) -> ContainerFile:
-    """Read the Dockerfile at a path, relative to whose folder are its paths."""
+    """Read a Dockerfile; its paths are relative to its folder."""
     container, stages = ContainerFile(), dict[str, ContainerFile]()
     for line in _split_into_instructions(path.read_text(errors="replace")):
         name, *rest = line.split(maxsplit=1)

@@ -144,7 +144,7 @@ class WeightsConfig(BaseConfig):
 
     @property
     def goes_by_files(self) -> bool:
-        """True if each replica loads whole models by itself, and no update groups are formed."""
+        """Whether each replica loads whole models by itself, without update groups."""
         return self.transport == "disk"
 
     @model_validator(mode="after")

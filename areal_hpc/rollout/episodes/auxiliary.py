@@ -1,4 +1,4 @@
-"""Finds an episode's auxiliary conversations by the recipe's rule, and marks them at the proxy."""
+"""Auxiliary conversations of an episode: the recipe's rule, and their marks at the proxy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Plays one episode: opens a session, runs the agent or waits for a program, records rewards."""
+"""Play of one episode: open a session, run the agent or wait for a program, record rewards."""
 
 import asyncio
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Plays groups of episodes: those of a ticket run concurrently, each until it succeeds."""
+"""Play of groups of episodes: those of a ticket run concurrently, each until it succeeds."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ MAX_SHORTAGE_S = 900.0
 
 
 class ReplicaGate:
-    """Holds back a cell's episodes while none of its replicas serves.
+    """Gate that holds back a cell's episodes while none of its replicas serves.
 
     It opens when the proxy reports a serving replica, and closes when an episode found none.
     """
@@ -91,7 +91,7 @@ class ReplicaGate:
 
 
 class GroupPlayer:
-    """Plays the groups of a cell's tickets, while its replicas serve.
+    """Player of the groups of a cell's tickets, while the cell's replicas serve.
 
     Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None if
     external programs play the episodes.

@@ -1,4 +1,4 @@
-"""Pickles agents that a user's script defines or passes as objects.
+"""Pickles of agents that a user's script defines or passes as objects.
 
 The pickle lies in the run directory beside a small module that loads it, so that a dotted path
 names the agent like any other. Nothing else is unpickled: a user who can write these files could

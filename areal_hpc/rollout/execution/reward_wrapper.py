@@ -1,4 +1,4 @@
-"""`AsyncRewardWrapper`: runs blocking reward functions in worker processes."""
+"""`AsyncRewardWrapper`: calls of blocking reward functions in worker processes."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class AsyncRewardWrapper:
-    """Runs a blocking reward function in processes of its own: `await wrapper(...)`.
+    """Wrapper that runs a blocking reward function in processes: `await wrapper(...)`.
 
     A try that takes too long is killed; after the last one the reward is 0. A try that raises,
     or whose process dies, is repeated; the last error is raised. Names and defaults are AReaL's

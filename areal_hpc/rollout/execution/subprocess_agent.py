@@ -37,7 +37,7 @@ AGENT_WORKER_FILE = Path(__file__).with_name("agent_worker.py")
 
 
 class SubprocessAgent:
-    """Runs the episodes of an agent that `load_agent` finds, in at most `size` processes.
+    """Agent of `load_agent` whose episodes run in at most `size` processes.
 
     They run the driver's Python, or that of `rollout.agent.python`, which need not have areal_hpc.
     """
