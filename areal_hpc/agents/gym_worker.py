@@ -48,8 +48,8 @@ class GymWorker(LineProcess):
             readonly_folders=readonly_folders,
         )
         try:
-            with ExitStack() as opened:  # in a thread: it runs a Python, and may copy bubblewrap
-                command = await asyncio.to_thread(opened.enter_context, command_opener)
+            with ExitStack() as stack:  # in a thread: it runs a Python, and may copy bubblewrap
+                command = await asyncio.to_thread(stack.enter_context, command_opener)
                 worker = cls(command, script, MAX_LINE_BYTES)
         except OSError as error:
             raise RecipeError(

@@ -69,19 +69,19 @@ class HarborAgent:
                 return
             messages.append(message)
             for call in message.tool_calls:
-                shown = await self._run_command_of_tool_call(
+                output = await self._run_command_of_tool_call(
                     call.function.arguments, data["sandbox"]
                 )
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
 
     async def _run_command_of_tool_call(self, arguments: str, sandbox: Sandbox) -> str:
         try:
-            call_arguments = json.loads(arguments)
-            command = call_arguments["command"]
+            command = json.loads(arguments)["command"]
             if not isinstance(command, str) or "\0" in command:
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
             return 'expected {"command": "..."}'
-        ended = await sandbox.exec(command, timeout_s=self.command_timeout_s)
-        end = "was stopped, it took too long" if ended.timed_out else f"exit code {ended.exit_code}"
-        return f"{ended.text[-self.max_shown_chars :]}\n({end})"
+        result = await sandbox.exec(command, timeout_s=self.command_timeout_s)
+        timed_out, code = result.timed_out, result.exit_code
+        ending = "was stopped, it took too long" if timed_out else f"exit code {code}"
+        return f"{result.text[-self.max_shown_chars :]}\n({ending})"

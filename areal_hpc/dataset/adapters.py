@@ -75,9 +75,9 @@ def convert_mbpp(row: Mapping[str, Any]) -> Task:
     asserts = list(row["test_list"])
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
     question = row["text"] if "text" in row else row["prompt"]
-    shown = f"{question} It must pass this test: {asserts[0]}\n{CODE_BLOCK_INSTRUCTION}"
+    prompt = f"{question} It must pass this test: {asserts[0]}\n{CODE_BLOCK_INSTRUCTION}"
     return {
-        "messages": _build_messages(shown),
+        "messages": _build_messages(prompt),
         "tests": {"program": "\n".join([setup, *asserts])},
     }
 

@@ -103,9 +103,9 @@ class LedgerService:
                 request.cell
             )
             if grants or seal_now or not await long_poll.wait_for(self._work, until_s):
-                over = self._tickets.select_released_from_cell(request.finished)
+                released = self._tickets.select_released_from_cell(request.finished)
                 return wire.LeaseReply(
-                    grants, seal_now, over=over, pause_s=self._cells.heartbeat_interval_s
+                    grants, seal_now, over=released, pause_s=self._cells.heartbeat_interval_s
                 )
         return wire.LeaseReply(stop=True)
 
@@ -284,13 +284,13 @@ class LedgerService:
             slowest_episode_s=self._cells.oldest_running_episode_s,
         )
 
-    # Inside ----------------------------------------------------------------------------------
+    # Internals -------------------------------------------------------------------------------
 
     def _apply_heartbeat(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()
         self._cells.record(request, now_s)
-        held = [ref for ref in request.held if ref.eval_step < 0]
-        self._tickets.reconcile_cell_report(request.cell, held, request.finished, now_s)
+        held_training = [ref for ref in request.held if ref.eval_step < 0]
+        self._tickets.reconcile_cell_report(request.cell, held_training, request.finished, now_s)
         self._evaluator.tickets.reconcile_cell_report(request.cell, request.held, now_s)
         if request.finished:
             self._notify_waiting()

@@ -134,9 +134,9 @@ class TicketTable:
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
         self.drop_stats = DropStats(policy.batch_size)
-        self._young_for: WeightVersion | None = None
-        self._n_young = 0
-        """Number of first settled tickets that are not stale for a step from `_young_for`."""
+        self._checked_version: WeightVersion | None = None
+        self._n_checked = 0
+        """Number of first settled tickets that are not stale for a step from `_checked_version`."""
 
     @classmethod
     def rebuild(
@@ -316,17 +316,18 @@ class TicketTable:
         checked once a batch.
         """
         current = WeightVersion(generation, self.n_formed_batches)
-        known_young = self._n_young if current == self._young_for else 0
+        n_checked = self._n_checked if current == self._checked_version else 0
         is_corrected = self.policy.stale_groups == "train_with_correction"
-        if is_corrected or known_young == self.n_ready_for_batch:
+        if is_corrected or n_checked == self.n_ready_for_batch:
             return []
         limit = self.policy.max_head_offpolicyness
         stale = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", "stale")
-            for ticket in islice(self._settled.values(), known_young, None)
+            for ticket in islice(self._settled.values(), n_checked, None)
             if (age := _compute_age_steps(ticket, current, forks)) > limit
         ]
-        self._young_for, self._n_young = (None, 0) if stale else (current, self.n_ready_for_batch)
+        self._checked_version = None if stale else current
+        self._n_checked = 0 if stale else self.n_ready_for_batch
         return stale
 
     def build_next_batch(
@@ -373,7 +374,7 @@ class TicketTable:
     def set_version_step(self, step: int) -> None:
         self.version_step = step
 
-    # Inside ----------------------------------------------------------------------------------
+    # Internals -------------------------------------------------------------------------------
 
     def _pop_unsettled(self, ticket_id: int) -> bool:
         if self._waiting.pop(ticket_id, None) is not None:

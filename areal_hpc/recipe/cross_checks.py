@@ -208,7 +208,7 @@ def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
         return
     runs_agent, no_held_out = "external programs run the agent", "nothing would play held-out tasks"
     alternative = "evaluate the exported model"
-    for is_set, key, why, hint in (
+    for is_set, key, reason, hint in (
         (rollout.workflow, "rollout.workflow", runs_agent, "leave it out"),
         (agent.isolation, "rollout.agent.isolation", runs_agent, "remove it"),
         (
@@ -234,7 +234,7 @@ def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
         (recipe.valid_dataset, "valid_dataset", no_held_out, f"remove it; {alternative}"),
     ):
         if is_set:
-            yield Problem(f"{key} cannot be used with mode=online: {why}", key, hint)
+            yield Problem(f"{key} cannot be used with mode=online: {reason}", key, hint)
 
 
 def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:

@@ -51,15 +51,15 @@ def read_role_variables(recipe: Path, role: str) -> dict[str, str]:
     return variables
 
 
-def hide_private_values_equal_in(tree: Any, kept: Any, key: str = "") -> Any:
+def hide_private_values_equal_in(tree: Any, stored: Any, key: str = "") -> Any:
     """Replace the private values of a recipe that are equal in the stored one."""
     if isinstance(tree, Mapping):
-        others = kept if isinstance(kept, Mapping) else {}
+        stored_values = stored if isinstance(stored, Mapping) else {}
         return {
-            name: hide_private_values_equal_in(value, others.get(name), f"{key}.{name}")
+            name: hide_private_values_equal_in(value, stored_values.get(name), f"{key}.{name}")
             for name, value in tree.items()
         }
-    return _HIDDEN_VALUE_TEXT if tree == kept and _PRIVATE_KEY_PATTERN.search(key) else tree
+    return _HIDDEN_VALUE_TEXT if tree == stored and _PRIVATE_KEY_PATTERN.search(key) else tree
 
 
 def hide_private_arguments(arguments: list[str]) -> Iterator[str]:

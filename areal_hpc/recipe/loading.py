@@ -60,11 +60,11 @@ def load_recipe(
     """
     path = find_recipe_file(Path(path))
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
-    tree, given = _read_with_bases(path), parse_overrides(overrides)
-    remove_replaced_sources(tree, given)
-    tree = drop_keys_invalidated_by_overrides(tree, given)
+    tree, changes = _read_with_bases(path), parse_overrides(overrides)
+    remove_replaced_sources(tree, changes)
+    tree = drop_keys_invalidated_by_overrides(tree, changes)
     try:
-        merged = _merge_trees(*trees, tree, given)
+        merged = _merge_trees(*trees, tree, changes)
         _raise_if_values_are_missing(merged)
         values = OmegaConf.to_container(merged, resolve=True)
     except InterpolationResolutionError as error:
@@ -241,10 +241,10 @@ def _find_malformed_overrides(overrides: Sequence[str]) -> Iterator[Problem]:
 
 def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Apply overrides to a resolved recipe as `load_recipe` does: values, sources or preset."""
-    tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
-    remove_replaced_sources(tree, given)
-    tree = drop_keys_invalidated_by_overrides(tree, given)
-    merged = _merge_trees(tree, given)
+    tree, changes = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
+    remove_replaced_sources(tree, changes)
+    tree = drop_keys_invalidated_by_overrides(tree, changes)
+    merged = _merge_trees(tree, changes)
     _raise_if_values_are_missing(merged)
     return build_recipe(OmegaConf.to_container(merged))
 
@@ -277,11 +277,11 @@ def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
     written: Any = OmegaConf.to_container(overrides)
     for section, choices in EXCLUSIVE_KEYS.items():
         base = _select_unless_wrong(tree, section)
-        given = [key for key in choices if get_recipe_value(written, f"{section}.{key}")]
-        if len(given) != 1 or not OmegaConf.is_dict(base):
+        override_keys = [key for key in choices if get_recipe_value(written, f"{section}.{key}")]
+        if len(override_keys) != 1 or not OmegaConf.is_dict(base):
             continue
         for key in choices:
-            if key != given[0] and base.pop(key, None) is not None:
+            if key != override_keys[0] and base.pop(key, None) is not None:
                 for companion in DEPENDENT_KEYS_BY_SOURCE.get(key, ()):
                     base.pop(companion, None)
 

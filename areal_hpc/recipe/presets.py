@@ -170,10 +170,10 @@ def drop_values_of_former_preset(
     tree: Mapping[str, Any], preset_name: str, root: type[BaseConfig]
 ) -> Mapping[str, Any]:
     """Remove the values of a resolved recipe's preset, which another one replaces."""
-    before = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY)), PRESETS["default"]).values
-    after = PRESETS[preset_name].values if preset_name in PRESETS else {}
-    for key in dict.fromkeys([*before, *after]):
-        if get_recipe_value(tree, key) == before.get(key, get_default(root, key)):
+    former_values = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY)), PRESETS["default"]).values
+    new_values = PRESETS[preset_name].values if preset_name in PRESETS else {}
+    for key in dict.fromkeys([*former_values, *new_values]):
+        if get_recipe_value(tree, key) == former_values.get(key, get_default(root, key)):
             tree = _copy_without_key(tree, key)
     if get_recipe_value(tree, "trainer.objective.loss_agg") is None:
         tree = _copy_without_key(tree, LOSS_SCALE_KEY)

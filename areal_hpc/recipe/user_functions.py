@@ -93,12 +93,12 @@ def import_user_module(
 
 
 def _build_import_error(
-    module: str, dotted_path: str, key: str, where: str, error: BaseException
+    module: str, dotted_path: str, key: str, environment_text: str, error: BaseException
 ) -> RecipeError:
     return RecipeError(
         f"{dotted_path!r}: importing {module!r} raised {describe_user_error(error)}",
         key=key,
-        hint=f"fix that module, or install what it needs {where}",
+        hint=f"fix that module, or install what it needs {environment_text}",
     )
 
 

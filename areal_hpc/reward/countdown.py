@@ -63,17 +63,17 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
         raise InvalidArithmeticError(f"{len(text)} characters")
     try:
         tree = ast.parse(text, mode="eval")
-        used: list[int] = []
-        return _evaluate_node(tree.body, used), used
+        numbers: list[int] = []
+        return _evaluate_node(tree.body, numbers), numbers
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidArithmeticError(text) from error
 
 
-def _evaluate_node(node: ast.expr, used: list[int]) -> Fraction:
+def _evaluate_node(node: ast.expr, numbers: list[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
-        used.append(node.value)
+        numbers.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATOR_BY_NODE_TYPE:
-        left, right = _evaluate_node(node.left, used), _evaluate_node(node.right, used)
+        left, right = _evaluate_node(node.left, numbers), _evaluate_node(node.right, numbers)
         return _OPERATOR_BY_NODE_TYPE[type(node.op)](left, right)
     raise InvalidArithmeticError(ast.dump(node)[:80])

@@ -197,8 +197,8 @@ def parse_verdict(file_name: str, content: bytes) -> Reward:
             raise ValueError("it is empty")
         parts = Reward(0.0, parts=values).parts
         mean = sum(parts.values()) / len(parts)
-        shown = parts if isinstance(verdict, dict) else {}
-        return Reward(parts.get("reward", mean), parts=shown, metrics={"no_verdict": 0.0})
+        shown_parts = parts if isinstance(verdict, dict) else {}
+        return Reward(parts.get("reward", mean), parts=shown_parts, metrics={"no_verdict": 0.0})
     except (ValueError, InvalidRewardError, RecursionError) as error:
         raise ValueError(f"{file_name} holds no reward: {error}") from error
 

@@ -94,12 +94,12 @@ def _parse_answer(text: str) -> Any:
     return parse(text, parsing_timeout=None)
 
 
-def _agree_relatively(right: Any, given: Any) -> bool:
+def _agree_relatively(right: Any, reply: Any) -> bool:
     from sympy import Expr
 
-    if right == given or not all(isinstance(n, Expr) and n.is_number for n in (right, given)):
+    if right == reply or not all(isinstance(n, Expr) and n.is_number for n in (right, reply)):
         return True
-    first, second = (complex(number.evalf(15)) for number in (right, given))
+    first, second = (complex(number.evalf(15)) for number in (right, reply))
     return first == second or abs(first - second) <= MAX_RELATIVE_DIFFERENCE * max(
         abs(first), abs(second)
     )

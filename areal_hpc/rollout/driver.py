@@ -259,9 +259,9 @@ class Driver:
             outcomes = await self._play_group(grant)
             rewards = [outcome.reward for outcome in outcomes]
             rejection = self._player.find_rejection(grant, rewards)
-            kept = [] if rejection else [outcome.session_id for outcome in outcomes]
+            kept_session_ids = [] if rejection else [outcome.session_id for outcome in outcomes]
             try:
-                await self._finish_sessions(grant.ref, kept)
+                await self._finish_sessions(grant.ref, kept_session_ids)
             except HttpStatusError as refusal:
                 if self._proxy.peer_started_at == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
@@ -289,9 +289,9 @@ class Driver:
         except HttpStatusError as refusal:
             log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
-    async def _finish_sessions(self, ref: TicketRef, kept: list[str]) -> None:
+    async def _finish_sessions(self, ref: TicketRef, kept_session_ids: list[str]) -> None:
         """Have the proxy keep these sessions of a ticket for its shards, and close the others."""
-        request = FinishTicketRequest(ref, kept, discard=not kept)
+        request = FinishTicketRequest(ref, kept_session_ids, discard=not kept_session_ids)
         await self._proxy.call_repeatedly("/rl/finish_ticket", request, FinishTicketReply)
 
     async def _report_to_ledger(

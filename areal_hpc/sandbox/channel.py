@@ -133,7 +133,7 @@ class CommandChannel:
         The command inherits `descriptors` from number 3 on; they are closed here.
         """
         content, excess = json.dumps(request).encode(), asyncio.Future[None]()
-        number, ended = self._await_answer()
+        number, answer = self._await_answer()
         timed_out = False
         with contextlib.ExitStack() as stack:
             stack.callback(self._ends.pop, number)
@@ -150,19 +150,19 @@ class CommandChannel:
                     passed_descriptors.close()
                     for output in outputs:
                         output.writing.close()
-                    await asyncio.wait((ended, excess), return_when=asyncio.FIRST_COMPLETED)
-                    if not ended.done():
+                    await asyncio.wait((answer, excess), return_when=asyncio.FIRST_COMPLETED)
+                    if not answer.done():
                         await self._send(f"kill {number}")
-                        await asyncio.wait((ended,))
+                        await asyncio.wait((answer,))
             except TimeoutError:
                 timed_out = True
-                await self._kill(number, ended)
+                await self._kill(number, answer)
             except asyncio.CancelledError:
                 with contextlib.suppress(EOFError, TimeoutError):
                     async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
                         await self._send(f"kill {number}")
                 raise
-            exit_code = _require_exit_code(ended)
+            exit_code = _require_exit_code(answer)
             stdout, stderr = (output.read_rest() for output in outputs)
         has_begun = exit_code != NOT_BEGUN_CODE
         if not has_begun:
@@ -171,16 +171,16 @@ class CommandChannel:
 
     async def kill_all(self, timeout_s: float) -> None:
         """Kill all commands of the sandbox and their descendants."""
-        number, ended = self._await_answer()
+        number, answer = self._await_answer()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(f"end {number}")
-                await asyncio.wait((ended,))
+                await asyncio.wait((answer,))
         except TimeoutError:
             raise EOFError from None
         finally:
             del self._ends[number]
-        _require_exit_code(ended)
+        _require_exit_code(answer)
 
     async def close(self) -> None:
         """Close the channel, which ends the server and its sandbox."""
@@ -193,14 +193,14 @@ class CommandChannel:
 
     def _await_answer(self) -> tuple[int, asyncio.Future[int | None]]:
         number, self._next = self._next, self._next + 1
-        ended = self._ends[number] = asyncio.get_running_loop().create_future()
-        return number, ended
+        answer = self._ends[number] = asyncio.get_running_loop().create_future()
+        return number, answer
 
-    async def _kill(self, command_number: int, ended: asyncio.Future[int | None]) -> None:
+    async def _kill(self, command_number: int, answer: asyncio.Future[int | None]) -> None:
         try:
             async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
                 await self._send(f"kill {command_number}")
-                await asyncio.wait((ended,))
+                await asyncio.wait((answer,))
         except TimeoutError:  # a process of the sandbox has stopped the server
             raise EOFError from None
 
@@ -220,15 +220,15 @@ class CommandChannel:
         with contextlib.suppress(OSError, ValueError):
             while message := await loop.sock_recv(self._socket, MAX_MESSAGE_BYTES):
                 number, exit_code = map(int, message.split())
-                if (ended := self._ends.get(number)) is not None and not ended.done():
-                    ended.set_result(exit_code)
+                if (answer := self._ends.get(number)) is not None and not answer.done():
+                    answer.set_result(exit_code)
         self._mark_closed()
 
     def _mark_closed(self) -> None:
         self.closed.set()
-        for ended in self._ends.values():
-            if not ended.done():
-                ended.set_result(None)
+        for answer in self._ends.values():
+            if not answer.done():
+                answer.set_result(None)
 
 
 def _open_input(content: bytes) -> IO[bytes]:
@@ -243,8 +243,8 @@ def _open_input(content: bytes) -> IO[bytes]:
     return file
 
 
-def _require_exit_code(ended: asyncio.Future[int | None]) -> int:
-    exit_code = ended.result()
+def _require_exit_code(answer: asyncio.Future[int | None]) -> int:
+    exit_code = answer.result()
     if exit_code is None:
         raise EOFError
     return exit_code

@@ -90,8 +90,8 @@ class Guest:
             files |= {path: text.encode() for path, text in _ETC_FILES.items()}
         binds += ((os.path.realpath(path), path) for path in shared if Path(path).exists())
         binds += ((folder, folder) for folder in spec.readonly_folders)
-        used = [*map(str, program_paths), str(spec.root or ""), *(source for source, _ in binds)]
-        scratch = choose_scratch_mount_point(used)
+        sources = [*map(str, program_paths), str(spec.root or ""), *(source for source, _ in binds)]
+        scratch = choose_scratch_mount_point(sources)
         return cls(spec, python, binds, links, files, scratch, user)
 
     @property
@@ -195,8 +195,8 @@ def find_system_places() -> tuple[list[tuple[str, str]], dict[str, str]]:
     """List the binds of this machine's programs, and the symbolic links to them by path."""
     links = {name: str(Path(name).readlink()) for name in _SYSTEM_LINKS if Path(name).is_symlink()}
     names = (*_SYSTEM_LINKS, *_SYSTEM_FILES)
-    shown = [name for name in names if name not in links and Path(name).exists()]
-    return [("/usr", "/usr"), *((os.path.realpath(name), name) for name in shown)], links
+    existing = [name for name in names if name not in links and Path(name).exists()]
+    return [("/usr", "/usr"), *((os.path.realpath(name), name) for name in existing)], links
 
 
 def build_server_command(
@@ -239,9 +239,9 @@ def build_kernel_limits_script(limits: SandboxLimits) -> str:
 
 def choose_scratch_mount_point(used_paths: Iterable[str]) -> str:
     """Choose a folder to mount over: one that contains no path that the sandbox uses."""
-    used = [*used_paths]
+    paths = [*used_paths]
     for folder in _SCRATCH_CANDIDATES:
-        if Path(folder).is_dir() and not any(Path(path).is_relative_to(folder) for path in used):
+        if Path(folder).is_dir() and not any(Path(path).is_relative_to(folder) for path in paths):
             return folder
     raise ClusterError(
         f"none of {', '.join(_SCRATCH_CANDIDATES)} can hold the files of a sandbox on this machine",

@@ -104,8 +104,8 @@ def make_root_tree(folder: Path) -> UnpackedTree:
 def _open_archive(archive: Path) -> Iterator[tarfile.TarFile]:
     with archive.open("rb") as file:
         bounded: Any = BoundedStream(file, sys.maxsize, can_go_back=True)
-        with tarfile.open(fileobj=bounded, mode="r:") as opened:
-            yield opened
+        with tarfile.open(fileobj=bounded, mode="r:") as tar_file:
+            yield tar_file
 
 
 class _Blobs:

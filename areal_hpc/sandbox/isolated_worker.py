@@ -180,14 +180,14 @@ def _list_python_folders(python: str) -> tuple[str, ...]:
 
 def _check_named_folders(folders: Sequence[str]) -> None:
     for folder in folders:
-        path, why = Path(folder).absolute(), ""
+        path, fault = Path(folder).absolute(), ""
         if not path.is_dir():
-            why = "is no folder of this node"
+            fault = "is no folder of this node"
         elif Path.home().is_relative_to(path):
-            why = "holds your home directory"
-        if why:
+            fault = "holds your home directory"
+        if fault:
             raise RecipeError(
-                f"{path} cannot be shown to an isolated program: it {why}",
+                f"{path} cannot be shown to an isolated program: it {fault}",
                 key="rollout.workflow_kwargs",
                 hint="name folders that every node has in `readonly_folders`, and in PYTHONPATH "
                 "of `variables`",

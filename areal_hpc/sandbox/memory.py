@@ -58,7 +58,7 @@ def _read_own_socket_bytes(pid: int) -> int:
     try:
         if Path(f"/proc/{pid}/net/dev").read_bytes().count(b":") != 1:
             return 0
-        used = Path(f"/proc/{pid}/net/sockstat").read_bytes().split(maxsplit=3)[2]
-        return int(used) * SOCKET_BYTES
+        sockets = Path(f"/proc/{pid}/net/sockstat").read_bytes().split(maxsplit=3)[2]
+        return int(sockets) * SOCKET_BYTES
     except (OSError, IndexError, ValueError):
         return 0

@@ -56,12 +56,12 @@ class HostRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         folder = Path(tempfile.mkdtemp(prefix="areal-hpc-agent-"))
-        shown, work = (Path(f"{folder}{path}") for path in (GUEST_DIR, WORK_DIR))
-        shown.mkdir()
+        files_folder, work = (Path(f"{folder}{path}") for path in (GUEST_DIR, WORK_DIR))
+        files_folder.mkdir()
         work.mkdir()
         files = {script.name: script.read_bytes() for script in SERVER_SCRIPTS}
         for name, content in (files | dict(spec.files)).items():
-            (shown / name).write_bytes(content)
+            (files_folder / name).write_bytes(content)
         if self._user is not None:
             for path in (folder, *folder.rglob("*")):
                 os.chown(path, self._user, self._user)
@@ -79,7 +79,7 @@ class HostRuntime:
             {**variables, **spec.variables},
             user=self._user,
             on_stop=partial(shutil.rmtree, folder, ignore_errors=True),
-            files_folder=str(shown),
+            files_folder=str(files_folder),
         )
         return await Sandbox.start(plan)
 

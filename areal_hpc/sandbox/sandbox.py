@@ -152,13 +152,13 @@ class Sandbox:
                 output = await sandbox._read_error_output()
             finally:  # the read may be cancelled
                 await sandbox.stop()
-            why = (
+            reason = (
                 output
                 or (f"no answer within {START_TIMEOUT_S:.0f} s", "it ended")[
                     isinstance(error, EOFError)
                 ]
             )
-            raise ClusterError(f"a sandbox did not start: {why}") from error
+            raise ClusterError(f"a sandbox did not start: {reason}") from error
         except asyncio.CancelledError:
             await sandbox.stop()
             raise
@@ -302,8 +302,8 @@ class Sandbox:
             raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
         if result.is_cut_off or result.exit_code != 0:
             message = result.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
-            why = f"it is longer than {max_bytes} bytes" if result.is_cut_off else message
-            raise OSError(f"{operation}: {why}")
+            reason = f"it is longer than {max_bytes} bytes" if result.is_cut_off else message
+            raise OSError(f"{operation}: {reason}")
         return result.stdout
 
     async def _run(
@@ -319,16 +319,16 @@ class Sandbox:
         try:
             return await self._channel.run(request, data, max_bytes, timeout_s, descriptors)
         except EOFError:
-            shown = shlex.join(request.get("command", [request["operation"]]))[:200]
-            await self._raise_as_lost(f"it ran: {shown}")
+            command = shlex.join(request.get("command", [request["operation"]]))[:200]
+            await self._raise_as_lost(f"it ran: {command}")
         finally:
             self._running -= 1
 
     async def _raise_as_lost(self, what_happened: str) -> NoReturn:
-        why = self._why_lost or "what ran in it ended it"
+        reason = self._why_lost or "what ran in it ended it"
         await self.stop()
         raise SandboxLostError(
-            f"the sandbox is gone ({why}) while {what_happened}", kind="SandboxLost"
+            f"the sandbox is gone ({reason}) while {what_happened}", kind="SandboxLost"
         ) from None
 
     async def _kill_when_over_limits(self) -> None:
@@ -337,16 +337,16 @@ class Sandbox:
         No check is made while no command runs.
         """
         limits, own = self._plan.limits, list_descendants(self.pid)
-        at_rest, own_bytes = len(own), measure_memory_bytes(own, limits.memory_bytes)
+        own_count, own_bytes = len(own), measure_memory_bytes(own, limits.memory_bytes)
         while True:
             await self._active.wait()
             processes = list_descendants(self.pid)
             used_bytes = measure_memory_bytes(processes, limits.memory_bytes)
             if used_bytes > limits.memory_bytes + own_bytes:
                 self._end_as_lost(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
-            if len(processes) > limits.processes + at_rest:
+            if len(processes) > limits.processes + own_count:
                 self._end_as_lost(f"it had more than {limits.processes} processes")
-            if self._running == 0 and len(processes) <= at_rest:
+            if self._running == 0 and len(processes) <= own_count:
                 self._active.clear()
             await asyncio.sleep(limits.watch_period_s)
 

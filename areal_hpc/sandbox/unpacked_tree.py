@@ -123,12 +123,12 @@ class UnpackedTree:
             if Path(path).is_symlink()
             and os.path.realpath(Path(path).parent) == str(Path(path).parent)
         }
-        before = len(links)
+        n_links = len(links)
         while leading_out := {path for path in links if self._leads_out(path)}:
             for path in leading_out:  # another may have led through it
                 Path(path).unlink()
             links -= leading_out
-        return before - len(links)
+        return n_links - len(links)
 
     def _apply_member(
         self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, is_layer: bool

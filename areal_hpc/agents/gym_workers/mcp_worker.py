@@ -74,8 +74,8 @@ class McpGym(Gym):
         except Exception as error:  # boundary: a server may refuse in any way
             return f"error: {error}"
         texts = [block.text for block in result.content if block.type == "text"]
-        others = [f"({block.type})" for block in result.content if block.type != "text"]
-        text = "\n".join([*texts, *others])
+        other_blocks = [f"({block.type})" for block in result.content if block.type != "text"]
+        text = "\n".join([*texts, *other_blocks])
         return f"error: {text}" if result.is_error else text
 
     async def close(self) -> None:

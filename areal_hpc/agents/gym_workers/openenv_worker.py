@@ -76,11 +76,11 @@ class OpenEnvGym(Gym):
 
 
 def describe_observation(observation: dict[str, Any]) -> str:
-    shown = {
+    visible_fields = {
         name: value for name, value in observation.items() if name not in _HIDDEN_OBSERVATION_FIELDS
     }
-    texts = list(shown.values())
-    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown)
+    texts = list(visible_fields.values())
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(visible_fields)
 
 
 def start_server(app: str) -> str:

@@ -193,9 +193,9 @@ def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
             "the tests",
             "use the same for both",
         )
-    for key, (is_used, why, hint) in refused.items():
+    for key, (is_used, reason, hint) in refused.items():
         if is_used:
-            yield Problem(f"{key} is not supported: {why}", f"{path}: {key}", hint)
+            yield Problem(f"{key} is not supported: {reason}", f"{path}: {key}", hint)
     for section in ("environment", "verifier", "solution"):
         for name, value in getattr(task, section).env.items():
             if "${" in value:

@@ -84,7 +84,7 @@ async def mark_auxiliary_conversations(
         reply = await proxy.call_repeatedly(
             "/rl/list_conversations", ListConversationsRequest(session_id), ListConversationsReply
         )
-        reasons = {item.interaction_id: why for item in reply.conversations if (why := rule(item))}
+        reasons = {call.interaction_id: why for call in reply.conversations if (why := rule(call))}
         if reasons:
             request = MarkAuxiliaryRequest(session_id, reasons)
             await proxy.call_repeatedly("/rl/mark_auxiliary", request, MarkAuxiliaryReply)

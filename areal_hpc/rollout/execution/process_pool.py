@@ -149,9 +149,9 @@ def serve_calls(link: socket.socket, parent_pid: int) -> None:
     with link, link.makefile("rb") as lines:
         link.sendall(lines.readline())  # reports that the process is ready
         for line in lines:
-            kept = frozenset(list_descendants(os.getpid()))
+            earlier_children = frozenset(list_descendants(os.getpid()))
             answer = _answer_call(line)
-            kill_descendants(os.getpid(), kept)
+            kill_descendants(os.getpid(), earlier_children)
             link.sendall(answer)
 
 

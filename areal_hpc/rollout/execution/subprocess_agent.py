@@ -142,7 +142,7 @@ async def acquire_episode_agent(agent: Agent) -> AsyncIterator[Agent]:
         yield agent
 
 
-# In the process ---------------------------------------------------------------------------
+# In the worker process --------------------------------------------------------------------
 
 _AGENT_CACHE: dict[str, Agent] = {}
 """Agents built in this process, by dotted path and arguments."""

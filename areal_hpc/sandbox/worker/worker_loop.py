@@ -121,7 +121,7 @@ class Episode:
     ) -> None:
         self._is_alone = settings["is_first_process"] and os.getpid() == 1
         self._known = list_scratch_files()
-        self._socket, theirs = socket.socketpair()
+        self._socket, fork_socket = socket.socketpair()
         worker_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
@@ -136,13 +136,13 @@ class Episode:
                     signal.signal(number, signal.SIG_DFL)
                 limit_memory(settings["memory_bytes"])
                 if isinstance(gym, Scorer):
-                    answer_question(gym, task, theirs)
+                    answer_question(gym, task, fork_socket)
                 else:
                     reseed()
-                    asyncio.run(play(gym, theirs))
+                    asyncio.run(play(gym, fork_socket))
             finally:
                 os._exit(0)
-        theirs.close()
+        fork_socket.close()
         self._answers = self._socket.makefile("rb")
 
     def ask(self, line: bytes, timeout_s: float | None) -> bytes:
