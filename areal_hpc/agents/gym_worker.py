@@ -68,8 +68,8 @@ class GymWorker(LineProcess):
             raise RecipeError(
                 f"the gym cannot be built: {error.problems[0].message}",
                 key="rollout.workflow_kwargs",
-                hint="see what it printed. It is isolated (reward.isolation): it sees its Python, "
-                "what PYTHONPATH of `variables` names, and `readonly_folders`",
+                hint="read its output. It is isolated (reward.isolation): it sees its Python, the "
+                "folders in PYTHONPATH of `variables`, and `readonly_folders`",
             ) from error
         except BaseException:  # boundary: when cancelled, too, the worker ends
             await asyncio.to_thread(worker.close)

@@ -353,7 +353,7 @@ def teacher(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
     if reward_weight:
         return keys
     if _has_critic(areal):
-        raise UntranslatableError("a critic learns of rewards, which rl_loss_weight=0 leaves out")
+        raise UntranslatableError("a critic needs rewards, which rl_loss_weight=0 leaves out")
     return {**keys, f"{OBJECTIVE}.min_reward_std": REWARD_IGNORING_MIN_STD}
 
 
@@ -362,8 +362,8 @@ def reward_weight(key: str, value: Any, areal: ArealConfig) -> dict[str, Any]:
         return {}
     divided = ", and coef is divided by it" if areal.get("teacher.distill_loss_weight") else ""
     raise UntranslatableError(
-        f"rewards weigh 1{divided}: a loss that is larger as a whole differs in what "
-        "trainer.optimizer.clip_grad clips"
+        f"rewards weigh 1{divided}: a factor of the whole loss would only change the effect of "
+        "trainer.optimizer.clip_grad"
     )
 
 

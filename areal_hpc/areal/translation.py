@@ -165,6 +165,6 @@ def _explain_unknown_key(key: str) -> str:
     if near:
         return f"unknown AReaL key; did you mean {near[0]}?"
     return (
-        "not a key of AReaL's that is known here; what a script hands to its workflow goes into "
+        "unknown AReaL key; arguments that a script passes to its workflow belong in "
         "rollout.workflow_kwargs"
     )

@@ -331,7 +331,7 @@ class LedgerService:
             raise LedgerRequestError(
                 400,
                 f"there is no batch for step {step}: {formed} of {total} were handed out",
-                hint="ask for the steps in order",
+                hint="request the steps in order",
             )
         generation, forks = request.generation, self._state.forks
         for drop in tickets.find_stale_tickets(generation, forks):

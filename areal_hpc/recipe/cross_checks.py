@@ -55,9 +55,8 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
         name = str(source.kwargs.get("name"))
         if is_reasoning_gym and (score := JUNK_SCORES.get(name)):
             yield (
-                f"{key}.kwargs.name={name}: its own scorer pays {score} "
-                "for a reply that answers nothing, which the policy will find; give the tasks a "
-                "reward of your own"
+                f"{key}.kwargs.name={name}: its own scorer gives {score} to a reply that answers "
+                "nothing, and the policy will learn such replies; use a reward of your own"
             )
     trainer, default = recipe.trainer, ObjectiveConfig()
     for name in ("clip_low", "clip_high", "clip_dual"):
@@ -78,8 +77,8 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
     penalizes = objective.kl.coef > 0 and objective.kl.placement == "reward"
     if penalizes and objective.scale_rewards == "group":
         yield (
-            "trainer.objective.kl.placement=reward with scale_rewards=group: groups whose rewards "
-            "are all equal are scaled by what they differ in, which is the penalty alone; "
+            "trainer.objective.kl.placement=reward with scale_rewards=group: groups with equal "
+            "rewards differ only in the penalty, which is scaled up to deviation 1; "
             "scale_rewards=batch or none keeps it small"
         )
     optimizer = trainer.optimizer
@@ -91,8 +90,8 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
     if 0 < optimizer.lr * optimizer.weight_decay < SMALLEST_DECAY_OF_A_STEP:
         yield (
             f"trainer.optimizer.weight_decay={optimizer.weight_decay:g} has no effect: a step at "
-            f"lr={optimizer.lr:g} takes {optimizer.lr * optimizer.weight_decay:.0e} of a weight "
-            "away, which rounds to nothing in float32; set weight_decay=0, or decay more"
+            f"lr={optimizer.lr:g} subtracts {optimizer.lr * optimizer.weight_decay:.0e} of a "
+            "weight, which rounds to 0 in float32; set weight_decay=0, or a larger one"
         )
     rollout = recipe.rollout
     if rollout.failed_episodes == "drop" and rollout.min_samples is None:
@@ -113,8 +112,8 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.reward.isolation == "none":
         yield (
-            "reward.isolation=none: a program that the model wrote, and what a scorer or a gym "
-            "makes of a reply, can read and change all that you can, this run included"
+            "reward.isolation=none: programs of the model, and scorers and gyms that read replies, "
+            "can read and change all that you can, this run included"
         )
 
 
@@ -289,7 +288,7 @@ def _find_agent_python_conflicts(recipe: Recipe) -> Iterator[Problem]:
     agent = recipe.rollout.agent
     if agent.variables and agent.mode != "subproc":
         yield Problem(
-            "rollout.agent.variables chooses what agents in processes of their own see, and mode="
+            "rollout.agent.variables names variables for agents in worker processes, and mode="
             f"{agent.mode} has none",
             "rollout.agent.variables",
             "use rollout.agent.mode=subproc, or remove it: other agents see the whole environment",
@@ -374,8 +373,8 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
         value = getattr(rollout.sampling, name)
         if value != neutral and not rollout.record_sampling_mask:
             yield Problem(
-                f"rollout.sampling.{name}={value} leaves tokens out, which the trainer does not "
-                "know of: replies that were not sampled from the whole softmax are not trained",
+                f"rollout.sampling.{name}={value} leaves tokens out without a record of it, and "
+                "replies that were not sampled from the whole softmax are not trained",
                 f"rollout.sampling.{name}",
                 f"use {neutral}, or rollout.record_sampling_mask=true; "
                 f"evaluation.sampling.{name} may be another",
@@ -406,7 +405,7 @@ def _find_served_teacher_conflicts(recipe: Recipe) -> Iterator[Problem]:
             )
     if rollout.agent.sampling == "agent":
         yield Problem(
-            "rollout.agent.sampling=agent lets agents ask for another temperature than 1, which "
+            "rollout.agent.sampling=agent lets agents request another temperature than 1, which "
             "the server of trainer.objective.teacher.url cannot score",
             "rollout.agent.sampling",
             "use recipe, or trainer.objective.teacher.path",

@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> DictConfig:
         hint = "ask its owner for a copy without secrets, or run this as its owner"
         raise RecipeError(f"{path} may not be read", key=str(path), hint=hint) from error
     except (yaml.YAMLError, OSError) as error:  # OSError: the file is a number or a text
-        hint = "mend the line that is named"
+        hint = "correct the named line"
         raise RecipeError(f"{path} is not YAML: {error}", key=str(path), hint=hint) from error
     if not OmegaConf.is_dict(tree):
         raise RecipeError(f"{path} holds a list, expected keys and values", key=str(path))

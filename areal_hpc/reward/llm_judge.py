@@ -232,7 +232,7 @@ def _read_rubric(rubric: str | Path) -> str:
         ) from error
     if not text.strip():
         raise RecipeError(
-            "the rubric is empty", key=str(rubric), hint="say what is graded, and how"
+            "the rubric is empty", key=str(rubric), hint="write criteria for the grade"
         )
     return text.strip()
 

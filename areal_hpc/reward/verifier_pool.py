@@ -72,7 +72,7 @@ class VerifierPool:
         self._slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def _take_process(self) -> LineProcess:
-        with contextlib.suppress(IndexError):  # none is idle
+        with contextlib.suppress(IndexError):  # no process is idle
             while not (idle := self._idle.pop()).is_usable:
                 _end_process(idle)
             return idle
@@ -91,7 +91,7 @@ class VerifierPool:
             if fault:
                 _end_process(process)
         if fault:
-            raise ClusterError(f"{name} was {fault}", hint="read what it wrote to standard error")
+            raise ClusterError(f"{name} was {fault}", hint="read its standard error")
         return process
 
     def _start_process(self) -> tuple[str, LineProcess]:

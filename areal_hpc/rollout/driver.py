@@ -55,7 +55,7 @@ class LeasedTickets:
         """Event that is set when a ticket ends, or slots for a further one are free."""
         self._open_episodes: dict[TicketRef, int] = {}
         self._begun_episodes: dict[TicketRef, int] = {}
-        self._finished: dict[TicketRef, None] = {}  # in order
+        self._finished: dict[TicketRef, None] = {}  # in the order of their ends
 
     @property
     def free_episode_slots(self) -> int:

@@ -45,7 +45,7 @@ _SHORTAGE_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory")
 _ISOLATION_OPTIONS = (
     *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
     *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
-    "--as-pid-1",  # the sandbox could write to the memory of bubblewrap's own first process
+    "--as-pid-1",  # else the sandbox could write to the memory of bubblewrap's own first process
     *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
 )
 _PREPARE_SCRATCH_SCRIPT = """

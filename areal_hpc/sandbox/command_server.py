@@ -43,7 +43,7 @@ class CommandServer:
         """Numbers of running commands, by the ids of their processes."""
         channel = request["channel_fd"]
         self._channel = socket.socket(fileno=os.dup(channel))  # not inherited by commands
-        self._channel.setblocking(True)  # a kernel may hand the channel over otherwise
+        self._channel.setblocking(True)  # it may be inherited as non-blocking
         null = os.open("/dev/null", os.O_RDWR)
         for descriptor in {0, 1, channel}:
             os.dup2(null, descriptor)
@@ -52,7 +52,7 @@ class CommandServer:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the first process it ignores the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ignores others by default
 
     def announce_ready(self) -> None:
         """Send `ready`, with the listening socket of a `session-only` network if there is one."""

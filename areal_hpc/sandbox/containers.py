@@ -67,7 +67,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
 _PODMAN_CHANNEL_FD = 3
 _RUN_PODMAN_SCRIPT = """
 exec 3<&0 < /dev/null > /dev/null
-mount -t tmpfs -o size=1m tmpfs /dev/shm  # where podman keeps locks, for all of its user
+mount -t tmpfs -o size=1m tmpfs /dev/shm  # else podman shares its locks with the user's other ones
 # crun supports no version 1 of control groups beside version 2, and must use neither.
 mount -t cgroup2 cgroup2 /sys/fs/cgroup 2> /dev/null || :
 podman "$@"  # no `exec`: this shell reaps orphans

@@ -198,7 +198,7 @@ class Sandbox:
     def start_lifetime_limit(self, time_s: float) -> None:
         """End the sandbox after this time."""
         self._clock = asyncio.get_running_loop().call_later(
-            time_s, self._end_as_lost, f"its {time_s:g} s are over"
+            time_s, self._end_as_lost, f"its time of {time_s:g} s is over"
         )
 
     async def exec(
@@ -283,7 +283,7 @@ class Sandbox:
         if self._forwarder is not None:
             await self._forwarder.close()
         await self._channel.close()
-        # A thread: the kernel takes its time to tear namespaces down.
+        # The wait runs in a thread, because the kernel takes time to tear down namespaces.
         await asyncio.to_thread(self._process.wait)
         if self._process.stderr is not None:
             self._process.stderr.close()
@@ -325,7 +325,7 @@ class Sandbox:
             self._running -= 1
 
     async def _raise_as_lost(self, what_happened: str) -> NoReturn:
-        reason = self._why_lost or "what ran in it ended it"
+        reason = self._why_lost or "one of its processes ended it"
         await self.stop()
         raise SandboxLostError(
             f"the sandbox is gone ({reason}) while {what_happened}", kind="SandboxLost"

@@ -125,7 +125,7 @@ class UnpackedTree:
         }
         n_links = len(links)
         while leading_out := {path for path in links if self._leads_out(path)}:
-            for path in leading_out:  # another may have led through it
+            for path in leading_out:  # other links may have led through it
                 Path(path).unlink()
             links -= leading_out
         return n_links - len(links)

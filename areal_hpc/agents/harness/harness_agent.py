@@ -81,8 +81,8 @@ class HarnessFolder:
             raise RecipeError(
                 f"the sandbox does not show {missing}, or its user may not run it",
                 key=key,
-                hint="name the folder that holds it in rollout.agent.sandbox.readonly_folders; a "
-                "link counts as what it leads to",
+                hint="name its folder in rollout.agent.sandbox.readonly_folders; for a link, name "
+                "the folder of its target",
             )
 
     async def run_with_output_to_log(
@@ -243,8 +243,8 @@ class HarnessAgent:
             raise RecipeError(
                 "rollout.agent.isolation is null, and the program would run as you do",
                 key="rollout.agent.isolation",
-                hint="use bwrap, with rollout.agent.sandbox.network=session-only; or say none: "
-                "then what the model has it do can read and change all that you can",
+                hint="use bwrap, with rollout.agent.sandbox.network=session-only; or none: then "
+                "the commands of the model can read and change all that you can",
             )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | Reward:

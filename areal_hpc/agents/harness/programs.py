@@ -122,7 +122,7 @@ def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> 
     program = get_program_path(get_harness_program(harness_name, key), folder)
     if not (os.access(program, os.X_OK) and (folder / STAMP_FILE_NAME).exists()):
         raise RecipeError(
-            f"the harness {harness_name} is not installed, or not to its end: "
+            f"the harness {harness_name} is not installed, or not completely: "
             f"expected the program {program} and the file {folder / STAMP_FILE_NAME}",
             key=key,
             hint=f"areal-hpc install-harness {harness_name} --dir {harnesses_dir}",
@@ -262,7 +262,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
         output = " ".join((ended.stderr.strip() or ended.stdout).split())[-MAX_QUOTED_OUTPUT_CHARS:]
         raise ClusterError(
             f"{' '.join(command[:3])} ended with {ended.returncode}: {output}",
-            hint="run this where the registry can be reached; a package whose hash is not the "
-            "lock's is another file: install nothing from there",
+            hint="run this where the registry can be reached; if a package's hash differs from the "
+            "lock's, the registry has another file: install nothing from there",
         )
     return ended.stdout

@@ -169,14 +169,14 @@ def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
         "environment.skills_dir": (environment.skills_dir is not None, "there are no skills", ""),
         "environment.healthcheck": (
             environment.healthcheck is not None,
-            "a sandbox starts nothing that could be waited for",
+            "a sandbox starts no service to wait for",
             "start it in test.sh",
         ),
     }
     for name, phase in (("agent", agent), ("verifier", verifier), ("environment", environment)):
         refused[f"{name}.network_mode"] = (
             phase.network_mode == "allowlist" or bool(phase.allowed_hosts),
-            f"a sandbox cannot tell hosts apart (allowed_hosts={list(phase.allowed_hosts or ())})",
+            f"a sandbox cannot filter by host (allowed_hosts={list(phase.allowed_hosts or ())})",
             "use network_mode='no-network'",
         )
     for name, user in (("agent", agent.user), ("verifier", verifier.user)):
@@ -202,5 +202,5 @@ def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
                 yield Problem(
                     f"{section}.env.{name} refers to a variable of this machine",
                     f"{path}: {section}.env.{name}",
-                    "write its value: what a sandbox has is seen by the model",
+                    "write its value; the model sees all variables of a sandbox",
                 )

@@ -28,11 +28,11 @@ _REFUSED_SBATCH_FLAGS = {
     "array": "each run is submitted by itself; give each another trial_name",
     "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
     "cluster-constraint": "federations are not supported; submit on one cluster",
-    "het-group": "each job of a run is one of its own; `jobs.trainer` and `jobs.cell` tell them "
-    "apart",
+    "het-group": "each job of a run is submitted separately; set options of `jobs.trainer` and "
+    "`jobs.cell`",
     "comment": "a run's jobs are found by their comments",
     "wrap": "the job's command is the supervisor's",
-    "test-only": "`areal-hpc doctor RECIPE` asks Slurm whether it would take the jobs",
+    "test-only": "`areal-hpc doctor RECIPE` tests whether Slurm accepts the jobs",
     "parsable": "`areal-hpc status` lists the jobs' numbers",
 }
 """Options of sbatch that a recipe cannot set, with the reason or the alternative."""

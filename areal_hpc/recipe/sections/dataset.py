@@ -84,7 +84,7 @@ class TrainTaskSetConfig(TaskSetConfig):
         if self.sources and self.to_task:
             raise ValueError(
                 f"each of `sources` has a `to_task` of its own, got to_task={self.to_task} beside "
-                "them: give it to those whose rows it makes tasks of"
+                "them: give it to the sources whose rows it converts"
             )
         return self
 

@@ -277,8 +277,8 @@ class ObjectiveConfig(BaseConfig):
             return self
         if self.preset != "default":
             raise ValueError(
-                f"custom={self.custom} takes the place of what preset={self.preset} stands for: "
-                "leave one of them out, and set the keys that the function is to go with"
+                f"custom={self.custom} replaces the objective of preset={self.preset}: leave one "
+                "of them out, and set the keys that the function needs"
             )
         default = type(self).model_fields
         for name in ("surrogate", "ratio_level", "clip_dual"):
@@ -303,7 +303,7 @@ class ObjectiveConfig(BaseConfig):
         metric, agg = self.off_policy_correction_metric, self.off_policy_correction_agg
         if agg != "mean" and self.off_policy_correction_level == "token":
             raise ValueError(
-                f"off_policy_correction_agg={agg} says how a row is judged: set "
+                f"off_policy_correction_agg={agg} is for bounds on rows: set "
                 "off_policy_correction_level=sequence, or leave it out"
             )
         if metric != "ratio" and self.off_policy_correction == "clamp":

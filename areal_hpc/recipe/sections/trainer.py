@@ -225,8 +225,8 @@ class TrainerConfig(BaseConfig):
     def _check_sharding(self) -> TrainerConfig:
         if self.parallel.shard_parameters and self.offload != OffloadConfig():
             raise ValueError(
-                "parallel.shard_parameters and offload exclude each other: what is divided over "
-                "all ranks stays on their GPUs; leave offload out"
+                "parallel.shard_parameters and offload exclude each other: divided parameters "
+                "stay on the GPUs of their ranks; leave offload out"
             )
         if self.parallel.shard_parameters and self.lora is not None:
             raise ValueError(

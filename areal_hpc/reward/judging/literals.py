@@ -48,7 +48,7 @@ def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     if not isinstance(data, list) or not data:
-        raise BrokenChannelError("what was sent is no value")
+        raise BrokenChannelError("the message is no value")
     name, *parts = data
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(part, get_referenced_value) for part in parts)
@@ -63,7 +63,7 @@ def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
         return complex(*parts)
     if name == "object":
         return get_referenced_value(parts[0])
-    raise BrokenChannelError("what was sent is no value")
+    raise BrokenChannelError("the message is no value")
 
 
 class JsonLineSocket:

@@ -92,8 +92,8 @@ class EpisodeSandbox:
         """
         if SANDBOX_TASK_COLUMN in data:
             raise RecipeError(
-                f"the task has a column {SANDBOX_TASK_COLUMN!r}, in whose place the agent gets "
-                "its sandbox",
+                f"the task has a column {SANDBOX_TASK_COLUMN!r}, which the agent's sandbox would "
+                "replace",
                 key=SANDBOX_TASK_COLUMN,
                 hint="rename the column, or set rollout.agent.isolation=null",
             )

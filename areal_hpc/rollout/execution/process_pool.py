@@ -133,7 +133,7 @@ async def _start_call_process(environ: Mapping[str, str] | None) -> WorkerProces
         if isinstance(error, AgentError):
             raise WorkerStartError(
                 f"{error.problems[0].message} before it took a call",
-                hint=f"see what it printed; {SHORTAGE_HINT}",
+                hint=f"read its output; {SHORTAGE_HINT}",
             ) from error
         raise
     return process
@@ -219,7 +219,7 @@ def decode_answer(line: bytes) -> Any:
         error = _rebuild_error(answer["raised"])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as decode_error:
         raise AgentError(
-            f"what the worker process answered cannot be read: {line[:100]!r} ({decode_error})"
+            f"the answer of the worker process cannot be read: {line[:100]!r} ({decode_error})"
         ) from decode_error
     raise error
 

@@ -219,7 +219,7 @@ def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_
     [
         ("returns an object with code", "cannot be sent back from a worker process"),
         ("answers half a message", "took longer than"),
-        ("answers no JSON", "what the worker process answered cannot be read"),
+        ("answers no JSON", "the answer of the worker process cannot be read"),
         ("answers too much", "the worker process answered more than 16 MiB"),
         ("leaves a daemon and hangs", "took longer than"),
     ],

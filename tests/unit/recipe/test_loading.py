@@ -94,7 +94,7 @@ REFUSED = [
         "rollout.sampling.temperature=0.7; rollout.record_sampling_mask=true",
         "rollout.sampling.temperature rollout.record_sampling_mask rollout.agent.sampling",
         "whole softmax at temperature 1|use 1.0, or trainer.objective.teacher.path|use false|"
-        "lets agents ask for another temperature|use recipe",
+        "lets agents request another temperature|use recipe",
     ),
     (
         "trainer.objective.teacher={coef: 1, url: 'http://node7:99999'}",
@@ -230,7 +230,7 @@ DOUBTFUL = [
     (
         "train_dataset.generator=areal_hpc.dataset.adapters:make_reasoning_tasks; "
         "train_dataset.kwargs={name: coin_flip}",
-        "train_dataset.kwargs.name=coin_flip: its own scorer pays 0.96",
+        "train_dataset.kwargs.name=coin_flip: its own scorer gives 0.96",
     ),
     ("rollout.agent.isolation=none", "rollout.agent.isolation=none"),
     (

@@ -149,7 +149,7 @@ def test_flags_that_are_none_are_refused() -> None:
         ("clusters", "on one cluster"),
         ("cluster-constraint", "federations are not supported"),
         ("comment", "found by their comments"),
-        ("het-group", "each job of a run is one of its own"),
+        ("het-group", "each job of a run is submitted separately"),
     ],
 )
 def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, said: str) -> None:
