@@ -29,7 +29,7 @@ from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec, SandboxStartPlan
 
 
 class Runtime(Protocol):
-    """Starter of sandboxes, in which `command_server.py` runs the commands."""
+    """Runtime that starts sandboxes; `command_server.py` runs the commands in them."""
 
     name: str
 

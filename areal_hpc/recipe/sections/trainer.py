@@ -209,7 +209,7 @@ class TrainerConfig(BaseConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     """Training objective (clipped policy gradient)."""
     router_replay: bool = True
-    """Whether training routes a mixture's tokens to the experts that sampled them."""
+    """Whether training routes a mixture's tokens to the same experts as the sampling pass."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 5
     """Steps between checkpoints, and so the most that a kill can cost."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
