@@ -1,4 +1,4 @@
-"""Episodes of trained batches, and what they did meanwhile, from manifests and shards."""
+"""Episodes of trained batches and the times of their activities, from manifests and shards."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,11 +22,11 @@ from areal_hpc.wire.ledger import SealedTicket
 from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 
 MAX_LAST_EPISODES_SHARE = 0.05
-"""The last episodes of a batch are one, or this share of it."""
+"""Share of a batch that counts as its last episodes; at least one does."""
 WAIT_PARTS = ("generation", "tools", "admission", "sealing")
-"""What a wait for a batch is split into."""
+"""Parts of a wait for a batch."""
 WITHOUT_TOOL = ""
-"""In the place of a tool's name: time between two calls of which the first called none."""
+"""Name of the time between two model calls of which the first called no tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class BatchEpisode:
     attempt: int
     episode: int
     task: int
-    """Line of the task set, -1 if it is not known."""
+    """Line of the task set; -1 if unknown."""
     mean_row_reward: float
     shard: str
     row: int
-    """Its first row in the shard."""
+    """First row of the episode in the shard."""
     record: EpisodeRecord
 
     @property
@@ -57,76 +57,79 @@ class BatchEpisode:
 
     @property
     def timed_calls(self) -> list[CallRecord]:
-        calls = (one for one in self.record.calls.values() if 0 < one.asked_at <= one.answered_at)
-        return sorted(calls, key=lambda one: one.asked_at)
+        calls = self.record.calls.values()
+        timed = (call for call in calls if 0 < call.asked_at <= call.answered_at)
+        return sorted(timed, key=lambda call: call.asked_at)
 
     @property
     def merged_call_spans(self) -> list[tuple[float, float]]:
-        return merge_spans((one.asked_at, one.answered_at) for one in self.timed_calls)
+        return merge_spans((call.asked_at, call.answered_at) for call in self.timed_calls)
 
 
 def read_batch_episodes(
     paths: RunPaths, steps: Iterable[int], problems: list[str]
 ) -> list[BatchEpisode]:
-    found: list[BatchEpisode] = []
+    episodes: list[BatchEpisode] = []
     for step in steps:
         try:
             tickets = read_manifest(paths, step).tickets
         except ShardError as error:
             problems.append(str(error))
             continue
-        for shard in dict.fromkeys(one.shard for one in tickets):
+        for shard in dict.fromkeys(ticket.shard for ticket in tickets):
             try:
                 reader = ShardReader(paths.shards_dir / shard)
-                of_shard = [one for one in tickets if one.shard == shard]
-                found += _read_episodes(reader, step, of_shard)
+                shard_tickets = [ticket for ticket in tickets if ticket.shard == shard]
+                episodes += _read_episodes(reader, step, shard_tickets)
             except (ShardError, IndexError) as error:
                 problems.append(f"{shard}: {error}")
-    return found
+    return episodes
 
 
 def _read_episodes(
     reader: ShardReader, step: int, tickets: Sequence[SealedTicket]
 ) -> Iterator[BatchEpisode]:
-    rows = [row for one in tickets for row in one.rows]
+    rows = [row for ticket in tickets for row in ticket.rows]
     records = dict(zip(rows, reader.read_records(rows), strict=True))
-    numbers = reader.read_column("episode")
+    episode_numbers = reader.read_column("episode")
     for ticket in tickets:
         rewards = dict(zip(ticket.rows, ticket.rewards, strict=True))
-        rows_of: dict[int, list[int]] = {}
+        rows_by_episode: dict[int, list[int]] = {}
         for row in ticket.rows:
-            rows_of.setdefault(int(numbers[row]), []).append(row)
-        for episode, own in rows_of.items():
+            rows_by_episode.setdefault(int(episode_numbers[row]), []).append(row)
+        for episode, episode_rows in rows_by_episode.items():
             yield BatchEpisode(
                 step=step,
                 ticket_id=ticket.ref.ticket_id,
                 attempt=ticket.ref.attempt,
                 episode=episode,
-                task=records[own[0]].task_index,
-                mean_row_reward=sum(rewards[row] for row in own) / len(own),
+                task=records[episode_rows[0]].task_index,
+                mean_row_reward=sum(rewards[row] for row in episode_rows) / len(episode_rows),
                 shard=ticket.shard,
-                row=own[0],
-                record=merge_rows_into_episode([records[row] for row in own]),
+                row=episode_rows[0],
+                record=merge_rows_into_episode([records[row] for row in episode_rows]),
             )
 
 
 def sum_batch_waits(
     rows: Sequence[MetricRow], episodes: Sequence[BatchEpisode]
 ) -> dict[str, float]:
-    """What episodes did while the trainer waited for their batches; zeros if it is not known.
+    """Sum what episodes did while the trainer waited for their batches; zeros if it is unknown.
 
-    The row's end and length tell when a step began. The wait follows the writing of the row before,
-    which is nearly all of the time for small files.
+    The begin of a step follows from its row's end and length. The wait begins after the previous
+    row is written, which takes nearly all of the step's time for small files.
     """
     waits = dict.fromkeys((*WAIT_PARTS, "last episodes", "calls", "any call"), 0.0)
     for row in rows:
-        own = [one for one in episodes if one.step == row["step"] and one.is_timed]
+        episodes_of_step = [
+            episode for episode in episodes if episode.step == row["step"] and episode.is_timed
+        ]
         ended_at, step_s, wait_s = (
             row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
         )
-        if own and ended_at and step_s and wait_s:
+        if episodes_of_step and ended_at and step_s and wait_s:
             begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
-            _add_wait(waits, begin, begin + wait_s, own)
+            _add_wait(waits, begin, begin + wait_s, episodes_of_step)
     return waits
 
 
@@ -135,17 +138,17 @@ def _add_wait(
 ) -> None:
     """Add the seconds of a wait for a batch between two Unix times, by what its episodes did.
 
-    `generation` and `tools`: a moment counts for as much as the share of episodes that were in
-    model calls, or outside of them. `admission`: no episode was under way, and some were still to
-    begin. `sealing`: all had ended. Beside these: `last episodes` were awaited alone; `calls` is
-    the sum over model calls of the time in which they were under way, `any call` the time in which
-    any was.
+    `generation` and `tools`: each moment counts by the share of episodes that were in model calls,
+    or outside of them. `admission`: no episode was under way, and some had not begun. `sealing`:
+    all had ended. Beside these: `last episodes` is the time in which only those were awaited;
+    `calls` is the sum over model calls of the time in which they were under way, `any call` the
+    time in which at least one was.
     """
-    most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
+    max_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
     under_way: Counter[str] = Counter()
     now = from_time
-    for at, activity, change in sorted(_list_changes(episodes), key=lambda one: one[0]):
-        until = min(max(at, from_time), to_time)
+    for time, activity, change in sorted(_list_changes(episodes), key=lambda item: item[0]):
+        until = min(max(time, from_time), to_time)
         if (took_s := until - now) > 0:
             now, calls = until, under_way["call"]
             waits["calls"] += took_s * calls
@@ -157,18 +160,18 @@ def _add_wait(
                 calling = min(1.0, under_way["in calls"] / count)
                 waits["generation"] += took_s * calling
                 waits["tools"] += took_s * (1.0 - calling)
-                waits["last episodes"] += took_s * (count <= most_last)
+                waits["last episodes"] += took_s * (count <= max_last)
         under_way[activity] += change
     waits["sealing"] += max(0.0, to_time - now)
 
 
 def _list_changes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[float, str, int]]:
-    """When what began (1) or ended (-1)."""
-    for one in episodes:
+    """Yield the time and activity of each begin (1) and end (-1)."""
+    for episode in episodes:
         spans_by_activity = {
-            "episode": [(one.record.started_at, one.record.ended_at)],
-            "in calls": one.merged_call_spans,
-            "call": [(call.asked_at, call.answered_at) for call in one.timed_calls],
+            "episode": [(episode.record.started_at, episode.record.ended_at)],
+            "in calls": episode.merged_call_spans,
+            "call": [(call.asked_at, call.answered_at) for call in episode.timed_calls],
         }
         for activity, spans in spans_by_activity.items():
             for begin, end in spans:
@@ -178,24 +181,25 @@ def _list_changes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[float, str
 
 def read_first_rows(paths: RunPaths, episodes: Iterable[BatchEpisode]) -> list[TrajectoryRow]:
     chosen = list(episodes)
-    places: dict[str, list[int]] = {}
-    for place, one in enumerate(chosen):
-        places.setdefault(one.shard, []).append(place)
-    found: dict[int, TrajectoryRow] = {}
-    for shard, own in places.items():  # all of a shard at once: a batch has thousands of episodes
+    indices_by_shard: dict[str, list[int]] = {}
+    for index, episode in enumerate(chosen):
+        indices_by_shard.setdefault(episode.shard, []).append(index)
+    row_by_index: dict[int, TrajectoryRow] = {}
+    # All rows of a shard at once: a batch has thousands of episodes.
+    for shard, indices in indices_by_shard.items():
         reader = ShardReader(paths.shards_dir / shard)
-        rows = reader.read_rows([chosen[place].row for place in own])
-        found |= zip(own, rows, strict=True)
-    return [found[place] for place in range(len(chosen))]
+        rows = reader.read_rows([chosen[index].row for index in indices])
+        row_by_index |= zip(indices, rows, strict=True)
+    return [row_by_index[index] for index in range(len(chosen))]
 
 
 def list_times_between_calls(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
-    """Times between a row's calls, in seconds, by the first tool that the earlier call called."""
-    messages, placed = get_messages(row), list(locate_calls(row.record.calls))
-    for (place, before), (_, after) in pairwise(placed):
-        if not 0 < before.answered_at <= after.asked_at or place >= len(messages):
+    """Yield the seconds between a row's calls, with the first tool that the earlier call called."""
+    messages, located = get_messages(row), list(locate_calls(row.record.calls))
+    for (index, before), (_, after) in pairwise(located):
+        if not 0 < before.answered_at <= after.asked_at or index >= len(messages):
             continue
-        names = [_get_tool_name(one) for one in get_raw_tool_calls(messages[place])]
+        names = [_get_tool_name(tool_call) for tool_call in get_raw_tool_calls(messages[index])]
         yield names[0] if names else WITHOUT_TOOL, after.asked_at - before.answered_at
 
 
@@ -206,14 +210,14 @@ def _get_tool_name(raw_call: object) -> str:
 
 
 def read_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) -> float | None:
-    """Of the replies of groups of several, the share that are distinct; None without such groups.
+    """Return the mean share of distinct replies in groups of several; None without such groups.
 
-    1 is where no two episodes of a group said the same, 1 / episodes where all did.
+    It is 1 if all replies of each group differ, and 1 / episodes if all are the same.
     """
     replies: dict[tuple[int, int], list[bytes]] = {}
     rows = read_first_rows(paths, episodes)
-    for one, row in zip(episodes, rows, strict=True):
+    for episode, row in zip(episodes, rows, strict=True):
         sampled = row.input_ids_T[row.loss_mask_T == 1]
-        replies.setdefault((one.ticket_id, one.attempt), []).append(sampled.tobytes())
+        replies.setdefault((episode.ticket_id, episode.attempt), []).append(sampled.tobytes())
     shares = [len(set(group)) / len(group) for group in replies.values() if len(group) > 1]
     return float(np.mean(shares)) if shares else None

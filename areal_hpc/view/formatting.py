@@ -1,4 +1,4 @@
-"""Tables, durations, clock times, values, answers and commands as text for people."""
+"""Formatting of tables, durations, times, metric values, answers and commands for people."""
 
 import shlex
 import sys
@@ -18,7 +18,7 @@ from areal_hpc.rundir.paths import RunPaths
 def format_table(
     rows: Sequence[Sequence[str]], right_aligned_columns: Container[int] = ()
 ) -> list[str]:
-    """Rows of one length as lines, every column as wide as its longest cell.
+    """Format rows of one length as lines, every column as wide as its longest cell.
 
     Columns with an index in `right_aligned_columns` are right-aligned.
     """
@@ -33,7 +33,7 @@ def format_table(
 
 
 def format_duration(seconds: float) -> str:
-    """A length of time in its two largest units: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    """Format a duration in its two largest units: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -51,7 +51,7 @@ def format_time(unix_s: float) -> str:
 
 
 def format_value(metric_name: str, value: float) -> str:
-    """A metric's value with its unit: `41%`, `3.2 s`, `1.5 GiB`, `0.62`."""
+    """Format a metric's value with its unit: `41%`, `3.2 s`, `1.5 GiB`, `0.62`."""
     metric = find_metric(metric_name)
     match metric.unit if metric else "":
         case "share":
@@ -77,7 +77,7 @@ def list_numbers(rows: Iterable[Mapping[str, Any]], metric_name: str) -> list[fl
 
 
 def list_restart_steps(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """First steps of further starts of the trainer."""
+    """Return the first step of each further start of the trainer."""
     return [
         row["step"]
         for before, row in pairwise(rows)
@@ -94,7 +94,7 @@ def format_step_range(rows: Sequence[Mapping[str, Any]]) -> str:
 class Finding:
     text: str
     page: str = ""
-    """What stands behind the address of the dashboard; empty without a page."""
+    """Fragment of the dashboard's URL; empty without a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Answer:
     headline: str
     findings: tuple[Finding, ...] = ()
     hints: tuple[str, ...] = ()
-    """What to try, the most promising first."""
+    """Things to try, the most promising first."""
     table: tuple[str, ...] = ()
     is_well: bool = True
 

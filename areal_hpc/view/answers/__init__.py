@@ -1,1 +1,1 @@
-"""Answers about a run in sentences: why it is slow, what changed at a step, does it collapse."""
+"""Answers about a run: reasons why it is slow, changes at a step, signs of a collapse."""

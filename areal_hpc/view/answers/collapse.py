@@ -1,4 +1,4 @@
-"""Whether a run's policy collapses (`areal-hpc why RUN --collapse`)."""
+"""Diagnosis of a policy's collapse from trends of metrics (`areal-hpc why RUN --collapse`)."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,27 +43,27 @@ class Trend:
     by_step: Mapping[int, float]
 
     def find_lasting_halfway_step(self) -> int:
-        """The first step at which the number had gone half of the way, and never went back."""
+        """Return the first step from which the value stays beyond half of its change."""
         middle, falls = (self.start_mean + self.end_mean) / 2, self.end_mean < self.start_mean
-        found = max(self.by_step)
+        halfway_step = max(self.by_step)
         for step in sorted(self.by_step, reverse=True):
             value = self.by_step[step]
             if value > middle if falls else value < middle:
                 break
-            found = step
-        return found
+            halfway_step = step
+        return halfway_step
 
 
 class CollapseSign(NamedTuple):
-    """A trend that belongs to a collapse."""
+    """Trend of a metric that accompanies a collapse."""
 
     trend_name: str
     meaning: str
     kind: Literal["falls", "rises", "changes"]
     bound: float
-    """Value that the end of the trend passes; of `changes`, the ratio itself."""
+    """Value that the end of the trend passes; for `changes`, the ratio that it passes."""
     ratio: float = 1.0
-    """Of the end to the start, which the trend passes as well."""
+    """Ratio of the end to the start that the trend passes as well."""
 
     def is_shown_by(self, trend: Trend) -> bool:
         start, end = trend.start_mean, trend.end_mean
@@ -99,11 +99,11 @@ COLLAPSE_SIGNS = (
 )
 SHOWN_TREND_NAMES = (*dict.fromkeys(sign.trend_name for sign in COLLAPSE_SIGNS), "groups/all_best")
 SIGNS_OF_HARD_TASKS_ALONE = frozenset({"groups/all_worst", "groups/zero_variance"})
-"""Signs that harder tasks alone bring about: with no other one they are no collapse."""
+"""Signs that harder tasks alone cause; without another sign they show no collapse."""
 SIGNS_HARMLESS_WHEN_SOLVED = frozenset(
     {"entropy/mean", DISTINCT_REPLIES_NAME, "groups/zero_variance"}
 )
-"""Signs that a run which has solved its tasks shows as well."""
+"""Signs that appear as well if the run has solved its tasks."""
 
 
 def diagnose_collapse(paths: RunPaths) -> Answer:
@@ -132,7 +132,7 @@ def diagnose_collapse(paths: RunPaths) -> Answer:
             for name, trend in trends.items()
         ),
         *to_read,
-        *(Finding(f"not read: {one}") for one in problems[:3]),
+        *(Finding(f"not read: {problem}") for problem in problems[:3]),
     ]
     meanings = ", ".join(meaning_by_trend.values())
     if has_collapsed:
@@ -161,12 +161,12 @@ def diagnose_collapse(paths: RunPaths) -> Answer:
 def _read_distinct_reply_shares(
     paths: RunPaths, rows: Sequence[MetricRow], problems: list[str]
 ) -> tuple[dict[int, float], list[Finding]]:
-    """By step, for steps spread over the run; and the worst episode of the last of them."""
+    """Return the shares by step, spread over the run, and the worst episode of the last step."""
     last = len(rows) - 1
-    places = {place * last // (MAX_READ_STEPS - 1) for place in range(MAX_READ_STEPS)}
+    indices = {number * last // (MAX_READ_STEPS - 1) for number in range(MAX_READ_STEPS)}
     shares: dict[int, float] = {}
     to_read: list[Finding] = []
-    for step in [rows[place]["step"] for place in sorted(places)]:
+    for step in [rows[index]["step"] for index in sorted(indices)]:
         episodes = read_batch_episodes(paths, [step], problems)
         try:
             share = read_distinct_reply_share(paths, episodes)
@@ -175,7 +175,7 @@ def _read_distinct_reply_shares(
             continue
         if share is not None:
             shares[step] = share
-            worst = min(episodes, key=lambda one: one.mean_row_reward)
+            worst = min(episodes, key=lambda episode: episode.mean_row_reward)
             page = build_page_url_fragment("trajectory", paths.run_name, row=worst.first_row_name)
             text = f"to read: {worst.title}, reward {worst.mean_row_reward:g}"
             to_read = [Finding(text, page)]
@@ -191,7 +191,7 @@ def _list_shown_trends(
                 first, *_, last = (distinct_shares[step] for step in sorted(distinct_shares))
                 yield name, Trend(first, last, distinct_shares)
             continue
-        start, end = (list_numbers(ones, name) for ones in (rows[:window], rows[-window:]))
+        start, end = (list_numbers(part, name) for part in (rows[:window], rows[-window:]))
         if start and end:
             values = {row["step"]: get_number(row, name) for row in rows}
             by_step = {step: value for step, value in values.items() if value is not None}
@@ -212,7 +212,7 @@ def _describe_trend(
         text = f"{name} of a group: {ends[0]:.0%} at step {first}, {ends[1]:.0%} at step {last}"
         page = build_page_url_fragment("trajectories", run, where=f"step={last}", sort="ticket")
     else:
-        before, after = (format_value(name, one) for one in ends)
+        before, after = (format_value(name, value) for value in ends)
         text = f"{name}: {before} ({format_step_range(rows[:window])}), {after} "
         text += f"({format_step_range(rows[-window:])})"
         page = build_page_url_fragment("metrics", run, text=name)
@@ -222,11 +222,11 @@ def _describe_trend(
 
 
 def _judge_reward(rows: Sequence[MetricRow], window: int) -> tuple[bool, int, str]:
-    """Whether the last mean of `window` steps is below the best one, since when, and its course."""
+    """Return whether the mean of the last `window` steps fell, since which step, and a sentence."""
     rewards = {row["step"]: get_number(row, "reward/mean") or 0.0 for row in rows}
     steps, values = list(rewards), list(rewards.values())
     means = [statistics.fmean(values[end - window : end]) for end in range(window, len(rows) + 1)]
-    best = max(range(len(means)), key=lambda place: means[place])
+    best = max(range(len(means)), key=lambda index: means[index])
     spread = statistics.fmean(list_numbers(rows, "reward/standard_error") or [0.0])
     reward_range = max(values) - min(values)
     least = max(MIN_REWARD_FALL_SHARE_OF_RANGE * reward_range, 2 * spread, 1e-9)

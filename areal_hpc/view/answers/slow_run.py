@@ -1,4 +1,4 @@
-"""What the time of a run's steps goes to, and who is to blame (`areal-hpc why RUN --slow`)."""
+"""Analysis of the time of a run's steps, and of what is slow (`areal-hpc why RUN --slow`)."""
 
 import statistics
 from collections import defaultdict
@@ -50,7 +50,7 @@ _STORAGE_IS_SLOW = "the run directory's storage is slow"
 _FASTER_STORAGE = "put cluster.fileroot on faster storage"
 
 ReplicaKey = tuple[str, int]
-"""A cell and the number of a replica in it."""
+"""Name of a cell and number of a replica in it."""
 
 
 class ReplicaOutlier(NamedTuple):
@@ -58,7 +58,7 @@ class ReplicaOutlier(NamedTuple):
     replica: int
     value: float
     others: float
-    """The median of the others."""
+    """Median of the other replicas."""
 
 
 class _Verdict(NamedTuple):
@@ -87,7 +87,7 @@ _VERDICT_BY_PART = {
         hint="areal-hpc why RUN and areal-hpc logs RUN say what became of the cells",
     ),
 }
-"""Of parts that are explained alike in every run."""
+"""Verdicts on parts that have the same explanation in every run."""
 _STORAGE_PARTS = ("sealing", "reading batches", "small files", "checkpoints")
 
 
@@ -101,9 +101,9 @@ def explain_slow_run(paths: RunPaths) -> Answer:
 def measure_mean_step_parts(
     rows: Sequence[MetricRow], waits: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds of the parts of the mean step, the largest first."""
+    """Return the seconds of each part of the mean step, the largest first."""
     times = [sum_times_by_activity(row) for row in rows]
-    parts = {activity: statistics.fmean(one[activity] for one in times) for activity in times[0]}
+    parts = {activity: statistics.fmean(row[activity] for row in times) for activity in times[0]}
     waiting = parts.pop("waiting for episodes")
     if (waited := sum(waits[name] for name in WAIT_PARTS)) > 0:
         parts |= {name: waits[name] * waiting / waited for name in WAIT_PARTS}
@@ -112,17 +112,17 @@ def measure_mean_step_parts(
         parts |= {"generation": waiting * (1 - tools), "tools": waiting * tools}
     rest = statistics.fmean(list_numbers(rows, "time/step_s")) - sum(parts.values())
     parts["the trainer's other work"] = rest
-    known = sorted(parts.items(), key=lambda part: -part[1])
-    return {name: seconds for name, seconds in known if seconds > 0} or {"nothing recorded": 0.0}
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    return {name: seconds for name, seconds in ranked if seconds > 0} or {"nothing recorded": 0.0}
 
 
 def measure_call_speeds(episodes: Iterable[BatchEpisode]) -> dict[ReplicaKey, float]:
-    """Sampled tokens per second of model calls."""
+    """Return the sampled tokens per second of model calls, for each replica."""
     calls = defaultdict(list)
-    for one in episodes:
-        for call in one.timed_calls:
+    for episode in episodes:
+        for call in episode.timed_calls:
             took_s = call.answered_at - call.asked_at
-            calls[one.record.cell, call.replica].append((call.reply_tokens, took_s))
+            calls[episode.record.cell, call.replica].append((call.reply_tokens, took_s))
     sums = {key: [sum(column) for column in zip(*calls[key], strict=True)] for key in sorted(calls)}
     return {
         key: tokens / seconds
@@ -132,14 +132,14 @@ def measure_call_speeds(episodes: Iterable[BatchEpisode]) -> dict[ReplicaKey, fl
 
 
 def measure_update_times(events: Iterable[Mapping[str, Any]]) -> dict[ReplicaKey, float]:
-    """Median of the seconds that a replica itself took of an update of its weights."""
-    found: dict[ReplicaKey, list[float]] = defaultdict(list)
+    """Return the median seconds of a weight update, as each replica measured them."""
+    times_s: dict[ReplicaKey, list[float]] = defaultdict(list)
     for row in events:
         if row.get("event") == "replica_resumed" and isinstance(row.get("busy_s"), int | float):
-            found[str(row.get("role")), int(row.get("replica") or 0)].append(row["busy_s"])
+            times_s[str(row.get("role")), int(row.get("replica") or 0)].append(row["busy_s"])
     return {
         key: statistics.median(times)
-        for key, times in sorted(found.items())
+        for key, times in sorted(times_s.items())
         if len(times) >= MIN_CALLS_OR_UPDATES
     }
 
@@ -164,7 +164,7 @@ class _SlowRun:
         self._problems: list[str] = []
         steps = [row["step"] for row in rows[-MAX_READ_STEPS:]]
         self._episodes = read_batch_episodes(paths, steps, self._problems)
-        self._timed = [one for one in self._episodes if one.is_timed]
+        self._timed = [episode for episode in self._episodes if episode.is_timed]
         self._nodes = self._map_cells_to_nodes()
         self._step_s = self._compute_mean("time/step_s")
         self._waits = sum_batch_waits(rows, self._episodes)
@@ -209,10 +209,10 @@ class _SlowRun:
             f"{headline}; {cause}" if cause else headline,
             (
                 Finding(shares, self._link("metrics", text="time/")),
-                *(Finding(one.text, one.page) for one in verdicts.values()),
+                *(Finding(verdict.text, verdict.page) for verdict in verdicts.values()),
                 *self._describe_storage(parts),
                 *self._describe_outliers(cause),
-                *(Finding(f"not read: {one}") for one in self._problems[:3]),
+                *(Finding(f"not read: {problem}") for problem in self._problems[:3]),
             ),
             tuple(hints[:MAX_HINTS]),
             tuple(self._format_replica_table()),
@@ -232,8 +232,8 @@ class _SlowRun:
                     "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness"
                 )
                 text = f"{share}: no episode of the awaited batch was under way"
-                told = (f"the bounds are {keys}", f"raise {keys}") if keys else ()
-                return _Verdict(text, *told)
+                explanation = (f"the bounds are {keys}", f"raise {keys}") if keys else ()
+                return _Verdict(text, *explanation)
             case "weight updates":
                 return self._explain_weight_updates(share)
             case "evaluation":
@@ -270,7 +270,9 @@ class _SlowRun:
             hint += " rollout.extra_samples, with which the last ones need not be awaited"
             return _Verdict(f"{text}; {cause}", cause, hint, self._link_episode(late))
         replicas = {
-            (one.record.cell, call.replica) for one in self._timed for call in one.timed_calls
+            (episode.record.cell, call.replica)
+            for episode in self._timed
+            for call in episode.timed_calls
         }
         if replicas and self._waits["any call"]:
             calls = self._waits["calls"] / self._waits["any call"] / len(replicas)
@@ -289,43 +291,44 @@ class _SlowRun:
         times = self._group_times_outside_calls()
         if not times:
             return _Verdict(text)
-        told = ", ".join(
-            f"{name} {statistics.fmean(own):.2f} s ({len(own)} times, at most {max(own):.2f} s)"
-            for name, own in times[:3]
+        summary = ", ".join(
+            f"{name} {statistics.fmean(seconds):.2f} s "
+            f"({len(seconds)} times, at most {max(seconds):.2f} s)"
+            for name, seconds in times[:3]
         )
-        name, own = times[0]
-        cause = f"{name} takes {statistics.fmean(own):.2f} s on average"
+        name, seconds = times[0]
+        cause = f"{name} takes {statistics.fmean(seconds):.2f} s on average"
         page = self._link("trajectories", sort="seconds")
         if (late := self._late_episode) is not None:
             cause += f"; {self._describe_late_episode(late)}"
             page = self._link_episode(late)
-        return _Verdict(f"{text}: {told}", cause, f"make {name} faster", page)
+        return _Verdict(f"{text}: {summary}", cause, f"make {name} faster", page)
 
     def _group_times_outside_calls(self) -> list[tuple[str, list[float]]]:
-        """Seconds that episodes spent with something beside model calls, the most first."""
-        found: dict[str, list[float]] = defaultdict(list)
-        several = [one for one in self._episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
+        """Return the seconds of episodes outside of model calls by activity, the largest first."""
+        spent: dict[str, list[float]] = defaultdict(list)
+        multi_call = [episode for episode in self._episodes if len(episode.record.calls) > 1]
         try:
-            for row in read_first_rows(self._paths, several):
+            for row in read_first_rows(self._paths, multi_call[-MAX_READ_ROWS:]):
                 for tool, seconds in list_times_between_calls(row):
-                    found[
+                    spent[
                         "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"
                     ].append(seconds)
         except ShardError as error:
             self._problems.append(str(error))
-        for one in self._timed:
-            if calls := one.timed_calls:
-                found["before the first call"].append(calls[0].asked_at - one.record.started_at)
+        for episode in self._timed:
+            if calls := episode.timed_calls:
+                spent["before the first call"].append(calls[0].asked_at - episode.record.started_at)
                 last = max(call.answered_at for call in calls)
-                found["after the last reply (rewards)"].append(one.record.ended_at - last)
+                spent["after the last reply (rewards)"].append(episode.record.ended_at - last)
         return sorted(
-            ((name, times) for name, times in found.items() if sum(times) > 0),
-            key=lambda one: -sum(one[1]),
+            ((name, times) for name, times in spent.items() if sum(times) > 0),
+            key=lambda item: -sum(item[1]),
         )
 
     def _explain_weight_updates(self, text: str) -> _Verdict:
         names = {name for row in self._rows for name in row if name.startswith("weights/")}
-        # `generation_pause` is what replicas saw of the same time.
+        # `generation_pause` is the same time, measured by the replicas.
         phases = {
             name: self._compute_mean(name)
             for name in sorted(names)
@@ -350,7 +353,7 @@ class _SlowRun:
             )
 
     def _describe_outliers(self, explained_cause: str) -> Iterator[Finding]:
-        """Slow replicas, but for what `explained_cause` says already."""
+        """Yield slow replicas, except one that `explained_cause` names already."""
         if (slow := self._slow_replica) is not None:
             text = (
                 f"{self._name_replica(slow)} generates {slow.value:.0f} tokens a second "
@@ -366,7 +369,7 @@ class _SlowRun:
     def _find_longest_awaited_episode(self) -> BatchEpisode | None:
         if self._late_share < MIN_LAST_EPISODES_WAIT_SHARE:
             return None
-        longest = max(self._timed, key=lambda one: one.record.duration_s)
+        longest = max(self._timed, key=lambda episode: episode.record.duration_s)
         least_s = MIN_LAST_TO_MEDIAN_DURATION * self._compute_median_duration_s()
         return longest if longest.record.duration_s >= least_s else None
 
@@ -377,10 +380,10 @@ class _SlowRun:
 
     def _describe_late_episode(self, late_episode: BatchEpisode) -> str:
         record = late_episode.record
-        place = self._name_cell(record.cell)
+        cell = self._name_cell(record.cell)
         return (
             f"the last episodes of batches were awaited for {self._late_share:.0%} of the waits: "
-            f"{late_episode.title}{f' on {place}' if place else ''} took "
+            f"{late_episode.title}{f' on {cell}' if cell else ''} took "
             f"{record.duration_s:.1f} s, where {self._compute_median_duration_s():.1f} s is usual"
         )
 
@@ -391,7 +394,7 @@ class _SlowRun:
         )
 
     def _format_replica_table(self) -> list[str]:
-        """Every replica, if there are several."""
+        """Return a table of all replicas; empty unless there are several."""
         keys = sorted(self._call_speeds.keys() | self._update_times.keys())
         rows = [("cell", "replica", "node", "tokens/s in a call", "s at an update")]
         for key in keys:
@@ -410,18 +413,18 @@ class _SlowRun:
         return {file.job_or_cell: file.node for file in files if file.node}
 
     def _format_keys(self, *keys: str) -> str:
-        """Keys that the recipe has with their values, as `a.b=1 and c.d=2`."""
+        """Format the keys that the recipe sets with their values, as `a.b=1 and c.d=2`."""
         values = {key: get_recipe_value(self._recipe, key) for key in keys}
         return " and ".join(f"{key}={value}" for key, value in values.items() if value is not None)
 
     def _list_times(self, phase: str) -> list[float]:
-        return [one for one in list_numbers(self._rows, f"time/{phase}_s") if one > 0]
+        return [seconds for seconds in list_numbers(self._rows, f"time/{phase}_s") if seconds > 0]
 
     def _compute_mean(self, metric: str) -> float:
         return statistics.fmean(list_numbers(self._rows, metric) or [0.0])
 
     def _compute_median_duration_s(self) -> float:
-        return statistics.median(one.record.duration_s for one in self._timed)
+        return statistics.median(episode.record.duration_s for episode in self._timed)
 
     def _link(self, page: str, **query: str) -> str:
         return build_page_url_fragment(page, self._run, **query)
@@ -430,8 +433,8 @@ class _SlowRun:
         return self._link("trajectory", row=episode.first_row_name)
 
     def _name_replica(self, outlier: ReplicaOutlier) -> str:
-        place = self._name_cell(outlier.cell)
-        return f"replica {outlier.replica} of {place}" if outlier.replica >= 0 else place
+        cell = self._name_cell(outlier.cell)
+        return f"replica {outlier.replica} of {cell}" if outlier.replica >= 0 else cell
 
     def _name_cell(self, cell: str) -> str:
         node = self._nodes.get(cell)

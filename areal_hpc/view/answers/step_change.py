@@ -1,4 +1,4 @@
-"""What differs at one step from the steps before it (`areal-hpc why RUN --step N`)."""
+"""Comparison of one step with the steps before it (`areal-hpc why RUN --step N`)."""
 
 import math
 import statistics
@@ -52,15 +52,15 @@ ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
 
 
 def explain_step_difference(paths: RunPaths, step: int) -> Answer:
-    """What differs at a step from the ten before, the likeliest causes first."""
+    """Explain what differs at a step from the ten before it, the likeliest causes first."""
     run, rows = paths.run_name, select_trained_rows(read_metrics(paths.metrics))
-    row = next((one for one in rows if one["step"] == step), None)
+    row = next((row for row in rows if row["step"] == step), None)
     if row is None:
         known = format_step_range(rows) if rows else "none"
         raise RecipeError(
             f"step {step} is not among the trained ones: {known}", key="--step", hint="choose one"
         )
-    before = [one for one in rows if one["step"] < step][-MAX_STEPS_BEFORE:]
+    before = [row for row in rows if row["step"] < step][-MAX_STEPS_BEFORE:]
     if len(before) < MIN_STEPS_BEFORE:
         raise RecipeError(
             f"step {step} has {len(before)} trained steps before it, at least {MIN_STEPS_BEFORE} "
@@ -69,13 +69,13 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
             hint="choose a later step",
         )
     problems: list[str] = []
-    episodes = read_batch_episodes(paths, [one["step"] for one in (*before, row)], problems)
-    now = [one for one in episodes if one.step == step]
-    earlier = [one for one in episodes if one.step != step]
+    episodes = read_batch_episodes(paths, [row["step"] for row in (*before, row)], problems)
+    now = [episode for episode in episodes if episode.step == step]
+    earlier = [episode for episode in episodes if episode.step != step]
     overview = build_page_url_fragment("overview", run)
     task_causes, task_notes = _compare_tasks(paths, now, earlier)
     causes = [
-        *(Finding(one, overview) for one in _describe_recipe_changes(paths, before[0], row)),
+        *(Finding(change, overview) for change in _describe_recipe_changes(paths, before[0], row)),
         *task_causes,
     ]
     if "generation" in row and row["generation"] != before[-1].get("generation"):
@@ -86,7 +86,7 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
         Finding(text, build_page_url_fragment("metrics", run, text=name))
         for name, text in _list_metric_changes(row, before)[:MAX_SHOWN_METRICS]
     ]
-    events = [Finding(one, overview) for one in _describe_events_between(paths, before[-1], row)]
+    events = [Finding(text, overview) for text in _describe_events_between(paths, before[-1], row)]
     likeliest = [*causes, *metrics]
     because = likeliest[0].text if likeliest else "nothing else differs either"
     where = f"step={step} and kind=train"
@@ -97,31 +97,31 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
             *likeliest,
             *task_notes,
             *events,
-            *(Finding(f"not read: {one}") for one in problems[:3]),
+            *(Finding(f"not read: {problem}") for problem in problems[:3]),
             Finding(f"the episodes of step {step}, the worst first", page),
         ),
     )
 
 
 def _describe_recipe_changes(paths: RunPaths, first_row: JsonRow, last_row: JsonRow) -> list[str]:
-    """Keys that launches between two steps changed; values that may be secrets are hidden."""
+    """Describe recipe keys that launches between two steps changed, without secret values."""
     from_time, to_time = first_row.get("unix_time_s"), last_row.get("unix_time_s")
     if from_time is None or to_time is None:
         return []
     try:
         launches = [
-            (attempt, at, read_run_recipe(paths.replaced_recipe(attempt)))
-            for attempt, at in RunView(paths).launch_times
+            (attempt, launched_at, read_run_recipe(paths.replaced_recipe(attempt)))
+            for attempt, launched_at in RunView(paths).launch_times
             if attempt > 1 and paths.replaced_recipe(attempt).exists()
         ]
         recipes = [*(old for _, _, old in launches), read_run_recipe(paths.recipe)]
     except ArealError as error:
         return [f"recipes of launches: {error}"]
     lines = []
-    for (attempt, at, old), new in zip(launches, recipes[1:], strict=True):
-        if from_time <= at <= to_time:
+    for (attempt, launched_at, old), new in zip(launches, recipes[1:], strict=True):
+        if from_time <= launched_at <= to_time:
             raw_old, raw_new = flatten_keys(old), flatten_keys(new)
-            was, now = (flatten_keys_hiding_private_values(one) for one in (old, new))
+            was, now = (flatten_keys_hiding_private_values(recipe) for recipe in (old, new))
             lines += [
                 f"launch {attempt} changed {key} from {was.get(key)} to {now.get(key)}"
                 for key in sorted(raw_old.keys() | raw_new.keys())
@@ -133,7 +133,7 @@ def _describe_recipe_changes(paths: RunPaths, first_row: JsonRow, last_row: Json
 def _describe_events_between(paths: RunPaths, last_row: JsonRow, row: JsonRow) -> Iterator[str]:
     begin, end = last_row.get("unix_time_s"), row.get("unix_time_s")
     if begin and end:
-        events = (one for one in read_all_events(paths.events) if begin <= one["time"] <= end)
+        events = (row for row in read_all_events(paths.events) if begin <= row["time"] <= end)
         for event, role, count in count_unusual_events(events, MAX_SHOWN_EVENTS):
             yield f"meanwhile: {event}{f' {count} times' if count > 1 else ''} ({role})"
 
@@ -157,8 +157,8 @@ def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
 
 
 def _list_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[tuple[str, str]]:
-    """Names of metrics that are far from what they were, and how far; the farthest first."""
-    found = []
+    """List metrics that are far from their earlier values, and how far; the farthest first."""
+    changes = []
     for name in row:
         now, values = get_number(row, name), list_numbers(rows_before, name)
         is_routine = name in ROUTINE_METRICS or name.startswith(ROUTINE_PREFIXES)
@@ -170,13 +170,13 @@ def _list_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[t
         deviations = abs(now - mean) / _compute_std_with_floor(values, mean)
         if deviations >= MIN_DEVIATIONS:
             verb = "rose" if now > mean else "fell"
-            how = f"{deviations:.1f}" if deviations < 100 else "over 100"
+            distance = f"{deviations:.1f}" if deviations < 100 else "over 100"
             text = (
                 f"{name} {verb} from {format_value(name, mean)} to {format_value(name, now)} "
-                f"({how} standard deviations)"
+                f"({distance} standard deviations)"
             )
-            found.append((deviations, name, text))
-    return [(name, text) for _, name, text in sorted(found, reverse=True)]
+            changes.append((deviations, name, text))
+    return [(name, text) for _, name, text in sorted(changes, reverse=True)]
 
 
 def _describe_new_call_settings(
@@ -187,66 +187,69 @@ def _describe_new_call_settings(
     for name in sorted(sampling):
         earlier_values = before.get(name, set())
         if len(sampling[name] | earlier_values) > MAX_DISTINCT_SAMPLING_VALUES:
-            continue  # each request's own, such as the room that is left for it
+            continue  # differs by request, such as the tokens that remain for the reply
         if before and (new := sampling[name] - earlier_values):
             old = ", ".join(sorted(earlier_values)) or "not given"
             yield Finding(f"calls ask for {name}={', '.join(sorted(new))}, before {old}", page)
-    tools, old_tools = ({call.tools for one in ones for call in one.record.calls.values()}
-                        for ones in (now, earlier_episodes))  # fmt: skip
+    tools, old_tools = (
+        {call.tools for episode in episodes for call in episode.record.calls.values()}
+        for episodes in (now, earlier_episodes)
+    )
     if old_tools and (new_tools := tools - old_tools):
         yield Finding(f"{len(new_tools)} sets of tools are new: their schemas changed", page)
 
 
 def _collect_sampling_values(episodes: Iterable[BatchEpisode]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for one in episodes:
-        for call in one.record.calls.values():
+    values_by_name: dict[str, set[str]] = {}
+    for episode in episodes:
+        for call in episode.record.calls.values():
             for name, value in call.sampling.items():
                 if not name.endswith("seed") and isinstance(value, int | float | str | bool):
-                    found.setdefault(name, set()).add(str(value)[:40])
-    return found
+                    values_by_name.setdefault(name, set()).add(str(value)[:40])
+    return values_by_name
 
 
 def _compare_tasks(
     paths: RunPaths, now: Sequence[BatchEpisode], earlier_episodes: Sequence[BatchEpisode]
 ) -> tuple[list[Finding], list[Finding]]:
-    """Causes and notes: sources, new tasks, and tasks that went better before.
+    """Return causes and notes: sources, new tasks, and tasks with a better reward before.
 
-    A run that never comes back to a task has new ones at every step: only what the newest of the
-    steps before did not show, compared with the others, is a cause.
+    A run that never repeats a task has new ones at every step: only a change that the newest of
+    the steps before does not show, compared with the others, is a cause.
     """
     now, earlier_episodes = (
-        [one for one in ones if one.task >= 0] for ones in (now, earlier_episodes)
+        [episode for episode in episodes if episode.task >= 0]
+        for episodes in (now, earlier_episodes)
     )
     if not now or not earlier_episodes:
         return [], []
     rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
     run, source_sizes = paths.run_name, list[int]()
-    with suppress(OSError, msgspec.DecodeError):  # absent where there is one source
+    with suppress(OSError, msgspec.DecodeError):  # absent if there is one source
         source_sizes = decode_json(paths.train_source_sizes.read_bytes(), list[int])
     where = f"step={now[0].step} and kind=train"
     page = build_page_url_fragment("trajectories", run, where=where, sort="task")
-    last = max(one.step for one in earlier_episodes)
-    usual_now = {one.task for one in earlier_episodes if one.step == last}
-    usual_before = {one.task for one in earlier_episodes if one.step < last}
-    told = list(_describe_source_share_changes(now, earlier_episodes, source_sizes))
+    last = max(episode.step for episode in earlier_episodes)
+    usual_now = {episode.task for episode in earlier_episodes if episode.step == last}
+    usual_before = {episode.task for episode in earlier_episodes if episode.step < last}
+    texts = list(_describe_source_share_changes(now, earlier_episodes, source_sizes))
     if not _describe_task_range_shift(usual_now, usual_before):
-        told += filter(None, [_describe_task_range_shift(rewards.keys(), before.keys())])
-    causes = [Finding(one, page) for one in told]
-    news = Finding(_describe_new_tasks(rewards, before), page)
+        texts += filter(None, [_describe_task_range_shift(rewards.keys(), before.keys())])
+    causes = [Finding(text, page) for text in texts]
+    new_tasks = Finding(_describe_new_tasks(rewards, before), page)
     usual_share = len(usual_now - usual_before) / max(1, len(usual_now))
     share = len(rewards.keys() - before.keys()) / len(rewards)
     is_cause = share - usual_share >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
-    causes += [news] if is_cause else []
+    causes += [new_tasks] if is_cause else []
     causes += _describe_unlearned_tasks(run, now, earlier_episodes)
-    return causes, [] if is_cause else [news]
+    return causes, [] if is_cause else [new_tasks]
 
 
 def _average_reward_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, float]:
-    found: dict[int, list[float]] = defaultdict(list)
-    for one in episodes:
-        found[one.task].append(one.mean_row_reward)
-    return {task: statistics.fmean(rewards) for task, rewards in found.items()}
+    rewards_by_task: dict[int, list[float]] = defaultdict(list)
+    for episode in episodes:
+        rewards_by_task[episode.task].append(episode.mean_row_reward)
+    return {task: statistics.fmean(rewards) for task, rewards in rewards_by_task.items()}
 
 
 def _describe_source_share_changes(
@@ -254,13 +257,13 @@ def _describe_source_share_changes(
     earlier_episodes: Iterable[BatchEpisode],
     source_sizes: Sequence[int],
 ) -> Iterator[str]:
-    """Sources of the training set, whose tasks follow one another in it."""
+    """Describe changed shares of the training set's sources, each a range of its tasks."""
     if len(source_sizes) < 2:
         return
     ends = list(accumulate(source_sizes))
     shares = []
     for episodes in (now, earlier_episodes):
-        counts = Counter(bisect_right(ends, one.task) for one in episodes)
+        counts = Counter(bisect_right(ends, episode.task) for episode in episodes)
         total = max(1, counts.total())
         shares.append([counts[source] / total for source in range(len(ends))])
     changes = [
@@ -275,7 +278,7 @@ def _describe_source_share_changes(
 
 
 def _describe_task_range_shift(tasks: Set[int], tasks_before: Set[int]) -> str:
-    """Empty where the tasks are of the same part of the set."""
+    """Describe a move to another part of the task set; empty if the ranges overlap."""
     if not tasks or not tasks_before:
         return ""
     low, high, old_low, old_high = min(tasks), max(tasks), min(tasks_before), max(tasks_before)
@@ -293,7 +296,8 @@ def _describe_new_tasks(rewards: Mapping[int, float], rewards_before: Mapping[in
         text += f", their mean reward is {statistics.fmean(new):.3f}"
     if known:
         now, before = (
-            statistics.fmean(one[task] for task in known) for one in (rewards, rewards_before)
+            statistics.fmean(reward_by_task[task] for task in known)
+            for reward_by_task in (rewards, rewards_before)
         )
         text += f"; that of the {len(known)} others is {now:.3f}, it was {before:.3f}"
     return text
@@ -302,21 +306,24 @@ def _describe_new_tasks(rewards: Mapping[int, float], rewards_before: Mapping[in
 def _describe_unlearned_tasks(
     run: str, now: Sequence[BatchEpisode], earlier_episodes: Sequence[BatchEpisode]
 ) -> Iterator[Finding]:
-    everything = [one.mean_row_reward for one in (*now, *earlier_episodes)]
-    best = max(everything)
-    least = MIN_REWARD_CHANGE_SHARE_OF_RANGE * (best - min(everything))
+    row_rewards = [episode.mean_row_reward for episode in (*now, *earlier_episodes)]
+    best = max(row_rewards)
+    min_change = MIN_REWARD_CHANGE_SHARE_OF_RANGE * (best - min(row_rewards))
     rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
     falls = {
         task: before[task] - rewards[task]
         for task in rewards
-        if before.get(task, -math.inf) >= best - least
+        if before.get(task, -math.inf) >= best - min_change
     }
-    fallen = sorted((task for task in falls if falls[task] > least), key=lambda task: -falls[task])
+    fallen = sorted(
+        (task for task in falls if falls[task] > min_change), key=lambda task: -falls[task]
+    )
     if not fallen:
         return
     yield Finding(f"{len(fallen)} of {len(falls)} tasks that were right before are not now")
     for task in fallen[:MAX_SHOWN_TASKS]:
-        worst = min((one for one in now if one.task == task), key=lambda one: one.mean_row_reward)
+        episodes = [episode for episode in now if episode.task == task]
+        worst = min(episodes, key=lambda episode: episode.mean_row_reward)
         yield Finding(
             f"task {task}: {rewards[task]:.3f}, before {before[task]:.3f}; "
             f"{worst.title} has {worst.mean_row_reward:g}",
