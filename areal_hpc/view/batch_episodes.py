@@ -120,16 +120,15 @@ def sum_batch_waits(
     row is written, which takes nearly all of the step's time for small files.
     """
     waits = dict.fromkeys((*WAIT_PARTS, "last episodes", "calls", "any call"), 0.0)
+    timed = [episode for episode in episodes if episode.is_timed]
     for row in rows:
-        episodes_of_step = [
-            episode for episode in episodes if episode.step == row["step"] and episode.is_timed
-        ]
+        batch = [episode for episode in timed if episode.step == row["step"]]
         ended_at, step_s, wait_s = (
             row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
         )
-        if episodes_of_step and ended_at and step_s and wait_s:
+        if batch and ended_at and step_s and wait_s:
             begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
-            _add_wait(waits, begin, begin + wait_s, episodes_of_step)
+            _add_wait(waits, begin, begin + wait_s, batch)
     return waits
 
 

@@ -30,8 +30,8 @@ from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state
 from areal_hpc.view.state.run_view import LogTraceback, RunView, TaskExitRecord
 
 MAX_CASCADE_GAP_S = 120.0
-"""What follows so soon after another failure belongs to the same one: broken collectives, jobs
-that lost their trainer."""
+"""Seconds in which a further failure belongs to the one before: broken collectives, jobs without
+their trainer."""
 MAX_RUNNING_CASCADE_GAP_S = 30.0
 RECOVERED_AFTER_S = 60.0
 MIN_STEPS_WITHOUT_PROGRESS = 5
@@ -44,7 +44,7 @@ _OOM_PATTERN = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryEr
 class Diagnosis:
     headline: str
     chain: tuple[FailureEvent, ...] = ()
-    """Of the last failure, oldest first."""
+    """Events of the last failure, oldest first."""
     hint: str = ""
     is_well: bool = False
     notes: tuple[str, ...] = ()
@@ -121,11 +121,11 @@ def _diagnose_running(
 def _diagnose_local_stop(
     view: RunView, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
-    own = [row for row in view.events if row["role"] == LAUNCHER_ROLE]
-    was_any_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
-    if not view.jobs.is_local or was_any_refused or not own:
+    launcher_rows = [row for row in view.events if row["role"] == LAUNCHER_ROLE]
+    was_any_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in launcher_rows)
+    if not view.jobs.is_local or was_any_refused or not launcher_rows:
         return None
-    ends = [row for row in own if row["event"] == LAUNCHER_ENDED_EVENT]
+    ends = [row for row in launcher_rows if row["event"] == LAUNCHER_ENDED_EVENT]
     hint = "run the same command again to resume from the last checkpoint"
     if not ends:
         headline = "the launcher was killed, or its machine went down; its jobs stopped with it"
@@ -136,8 +136,8 @@ def _diagnose_local_stop(
     signal_name = ends[-1].get("signal")
     if not signal_name:
         return None
-    said = "Ctrl-C" if signal_name == "SIGINT" else signal_name
-    return Diagnosis(f"the run was stopped by {said}", failure_chain, hint, is_well=True)
+    stopped_by = "Ctrl-C" if signal_name == "SIGINT" else signal_name
+    return Diagnosis(f"the run was stopped by {stopped_by}", failure_chain, hint, is_well=True)
 
 
 def _diagnose_lost_jobs(
@@ -167,12 +167,12 @@ def _diagnose_stall(view: RunView, failure_chain: tuple[FailureEvent, ...]) -> D
         if job.slurm_record and job.slurm_record.state.name in ("SUSPENDED", "STOPPED")
     ]
     if suspended:
-        told = "; ".join(
+        descriptions = "; ".join(
             f"{name} (job {queued.job_id}) {queued.state.meaning}" for name, queued in suspended
         )
         ids = ",".join(queued.job_id for _, queued in suspended)
         hint = f"scontrol resume {ids} if a person suspended it; else it waits for other jobs"
-        return Diagnosis(f"the run is stalled: {told}", failure_chain, hint)
+        return Diagnosis(f"the run is stalled: {descriptions}", failure_chain, hint)
     if view.free_bytes is not None and view.free_bytes < MIN_FREE_DISK_BYTES:
         free = f"{view.free_bytes / 2**20:.0f} MiB are free in {view.jobs.paths.root}"
         return Diagnosis(f"the run is running, but only {free}", failure_chain, "make room there")
@@ -206,7 +206,7 @@ def _diagnose_waiting(view: RunView, failure_chain: tuple[FailureEvent, ...]) ->
     ]
     if not reasons:
         return None
-    # What needs somebody to act comes first, and of the others what is not merely a dependency.
+    # Jobs on which a person has to act come first, then those that wait for more than other jobs.
     name, queued, reason = min(
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
     )
@@ -216,9 +216,9 @@ def _diagnose_waiting(view: RunView, failure_chain: tuple[FailureEvent, ...]) ->
         else ""
     )
     held = queued.state.name in _HELD_JOB_STATES
-    what = queued.state.meaning if held else f"is pending: {reason.meaning}"
+    description = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
-        f"{name} (job {queued.job_id}) {what}{start}",
+        f"{name} (job {queued.job_id}) {description}{start}",
         failure_chain,
         reason.hint.replace("JOBID", queued.job_id),
         is_well=not (reason.needs_action or held),
@@ -243,18 +243,18 @@ def _collect_failure_events(view: RunView) -> Iterator[FailureEvent]:
         yield _build_traceback_event(stack, len(view.tracebacks))
     first_at = (view.tracebacks[0].at or 0.0) if view.tracebacks else None
     yield from collect_failure_events(view.events, first_at)
-    ends = [word.outcome.reason for word in view.task_exits if word.outcome.is_crash]
-    yield from build_agent_failure_events(view.agent_failures, ends)
+    end_reasons = [record.outcome.reason for record in view.task_exits if record.outcome.is_crash]
+    yield from build_agent_failure_events(view.agent_failures, end_reasons)
     for row in view.events:
         if row["event"] == SUBMISSION_REFUSED_EVENT:
             yield _build_refusal_event(row)
-    told = {stack.lines[-1] for stack in view.tracebacks[:1]}
-    for word in view.task_exits:
-        if word.outcome.is_crash:
-            reason = word.outcome.reason.strip().splitlines()
-            again = [] if told.intersection(reason[-1:]) else reason
-            yield _build_task_exit_event(word, again, is_local=view.jobs.is_local)
-            told.update(reason[-1:])  # tasks of a job repeat the one that decided
+    shown_lines = {stack.lines[-1] for stack in view.tracebacks[:1]}
+    for record in view.task_exits:
+        if record.outcome.is_crash:
+            reason = record.outcome.reason.strip().splitlines()
+            new_lines = [] if shown_lines.intersection(reason[-1:]) else reason
+            yield _build_task_exit_event(record, new_lines, is_local=view.jobs.is_local)
+            shown_lines.update(reason[-1:])  # other tasks of a job repeat the decisive error
     for row in view.excluded_nodes:
         yield FailureEvent(
             row.get("at"),
@@ -266,19 +266,19 @@ def _collect_failure_events(view: RunView) -> Iterator[FailureEvent]:
 
 def _collect_slurm_events(view: RunView) -> Iterator[FailureEvent]:
     names = {job.submission.job_id: job.name for job in view.jobs.jobs if job.submission}
-    told = {(start.job_id, start.ended_or_latest_end_at) for start in view.starts_in_accounting}
+    reported = {(start.job_id, start.ended_or_latest_end_at) for start in view.starts_in_accounting}
     for start in view.starts_in_accounting:
         if start.state.is_over_without_success:
-            # Accounting keeps what a job waited for, also when it has run since.
-            known = replace(start, reason="") if start.nodes else start
-            yield _build_state_event(names.get(start.job_id, start.job_id), known)
-    ends: dict[str, float | None] = {}
+            # Accounting keeps the pending reason of a job that has run since.
+            shown = replace(start, reason="") if start.nodes else start
+            yield _build_state_event(names.get(start.job_id, start.job_id), shown)
+    end_by_job: dict[str, float | None] = {}
     for job in view.jobs.jobs:
         queued = job.slurm_record
         if (
             queued
             and queued.state.is_over_without_success
-            and (queued.job_id, queued.ended_or_latest_end_at) not in told
+            and (queued.job_id, queued.ended_or_latest_end_at) not in reported
         ):
             yield _build_state_event(job.name, queued)
         if queued and job.ended_before_its_tasks:
@@ -289,13 +289,13 @@ def _collect_slurm_events(view: RunView) -> Iterator[FailureEvent]:
                 hint="cluster.slurm.setup ends it, or its container: see areal-hpc logs RUN",
             )
         if queued and not job.is_alive:  # else its end is that of its time limit
-            ends[job.name] = queued.ended_or_latest_end_at
+            end_by_job[job.name] = queued.ended_or_latest_end_at
     for name, line in view.slurm_lines:
-        at = find_error_time(line) or ends.get(name)
+        at = find_error_time(line) or end_by_job.get(name)
         if _OOM_PATTERN.search(line):
             yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), MEMORY_HINT)
         else:
-            # CANCELLED AT is Slurm's word for every end that it brings.
+            # Slurm writes CANCELLED AT for every job that it ends.
             priority = 9 if "CANCELLED AT" in line else 6
             yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", priority)
 
@@ -313,16 +313,16 @@ _HINT_BY_STATE = {
 
 
 def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
-    head, *said = str(row.get("reason") or "Slurm refused a job").splitlines()
-    last = f" {said[-1].removeprefix('sbatch: error: ')}" if said else ""
+    head, *message_lines = str(row.get("reason") or "Slurm refused a job").splitlines()
+    last = f" {message_lines[-1].removeprefix('sbatch: error: ')}" if message_lines else ""
     by_launcher = row.get("role") == "launcher"
     hint = f"{row.get('hint')}; then areal-hpc resume RUN, with key=value for what must change"
     return FailureEvent(
         row["time"],
         head + last if by_launcher else f"{row.get('job')}: {head}{last}",
-        # What a job broke at comes before what kept it from going on.
+        # A job's own failure is nearer to the cause than the refusal to submit it again.
         distance_from_cause=1 if by_launcher else 4,
-        details=tuple(said[:-1]),
+        details=tuple(message_lines[:-1]),
         hint=hint if row.get("hint") else "areal-hpc resume RUN, once Slurm takes the job",
     )
 
@@ -331,13 +331,13 @@ def _build_state_event(job_name: str, start: SlurmJobRecord) -> FailureEvent:
     state = start.state
     out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.failed_step_states
     meaning = "used more memory than it had asked for" if out_of_memory else state.meaning
-    place = f" on {start.nodes}" if start.nodes else ""
-    # FAILED is but the echo of an exit code, and a job is also cancelled because another failed.
+    nodes = f" on {start.nodes}" if start.nodes else ""
+    # FAILED only repeats an exit code, and a job is also cancelled because another one failed.
     priority = 0 if out_of_memory else {"FAILED": 7, "CANCELLED": 6}.get(state.name, 2)
     reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
     return FailureEvent(
         start.ended_or_latest_end_at,
-        f"{job_name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
+        f"{job_name} (job {start.job_id}){nodes} {meaning}: {format_slurm_state(start)}{reason}",
         distance_from_cause=priority,
         hint=MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
     )
@@ -362,17 +362,17 @@ def _build_task_exit_event(
     exit_record: TaskExitRecord, reason: Sequence[str], *, is_local: bool
 ) -> FailureEvent:
     outcome = exit_record.outcome
-    rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
+    distance, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:
-        again = "run the same command again" if is_local else "areal-hpc resume RUN key=value"
-        rank, hint = 1, f"change the recipe as it says, then {again}"
+        retry = "run the same command again" if is_local else "areal-hpc resume RUN key=value"
+        distance, hint = 1, f"change the recipe as it says, then {retry}"
     if outcome.says_why and reason:
         text, reason = f"{exit_record.job}: {reason[0].strip()}", reason[1:]
     else:
         process = outcome.process or "the supervisor"
         exit_text = describe_exit_code(outcome.exit_code)
         text = f"task {exit_record.rank} of {exit_record.job} failed: {process}: {exit_text}"
-    return FailureEvent(exit_record.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
+    return FailureEvent(exit_record.at, text, distance, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
 
 
 def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:

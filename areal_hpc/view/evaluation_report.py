@@ -1,4 +1,4 @@
-"""What an evaluation found: numbers of its sets with intervals, and two evaluations compared."""
+"""Results of an evaluation: metrics of its sets with intervals, and comparison with another."""
 
 import hashlib
 import math
@@ -32,17 +32,17 @@ MEAN_METRIC_PREFIX = "avg@"
 
 
 class WrittenEstimate(msgspec.Struct, frozen=True):
-    """A mean over tasks with its 95 % interval, as the file of results has it."""
+    """Mean over tasks with its 95 % interval, as stored in the file of results."""
 
     value: float
     low: float | None
-    """None where there is no bound, as of one task alone: JSON has no infinite numbers."""
+    """None if there is no bound, as for one task: JSON has no infinite numbers."""
     high: float | None
     n_tasks: int
 
     @classmethod
     def from_estimate(cls, estimate: Estimate) -> Self:
-        low, high = (one if math.isfinite(one) else None for one in (estimate.low, estimate.high))
+        low, high = (end if math.isfinite(end) else None for end in (estimate.low, estimate.high))
         return cls(estimate.value, low, high, estimate.n_tasks)
 
     @property
@@ -54,24 +54,24 @@ class WrittenEstimate(msgspec.Struct, frozen=True):
 
 class EvaluatedSet(msgspec.Struct, frozen=True):
     tasks_digest: str
-    """Of the tasks that were played: results on others cannot be compared."""
+    """Digest of the tasks that were played: results on other tasks cannot be compared."""
     metrics: dict[str, WrittenEstimate]
-    """By name, with a number in place of k."""
+    """Estimates by metric name, with a number in place of k."""
     samples: list[list[float]]
-    """By task, the reward of each sample."""
+    """Rewards of the samples of each task."""
     answers: list[list[str]] = []
-    """By task, what each sample answered; empty if none says."""
+    """Answers of the samples of each task; empty if there are none."""
     failures: dict[int, str] = {}
-    """Task -> reason, of those whose agent failed. They count as reward 0."""
+    """Reasons by task, for tasks whose agent failed; they count as reward 0."""
     pass_reward: float = DEFAULT_PASS_REWARD
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
-    """The file of results of `areal-hpc eval`."""
+    """Content of the file of results of `areal-hpc eval`."""
 
     model: str
     run: str = ""
-    """The run whose checkpoint they are of; empty for a model."""
+    """Run directory of the evaluated checkpoint; empty for a model."""
     step: int | None = None
     sets: dict[str, EvaluatedSet] = {}
 
@@ -96,7 +96,7 @@ def build_evaluated_set(
     estimates = estimate_metrics(samples, metrics, pass_reward)
     return EvaluatedSet(
         compute_tasks_digest(tasks, result.n_tasks),
-        {name: WrittenEstimate.from_estimate(one) for name, one in estimates.items()},
+        {name: WrittenEstimate.from_estimate(estimate) for name, estimate in estimates.items()},
         result.list_sample_rewards(),
         result.answers,
         result.failures,
@@ -131,15 +131,15 @@ def read_report(file_or_dir: Path) -> EvaluationReport:
 
 def format_report(report: EvaluationReport) -> Iterator[str]:
     rows = [("set", "metric", "value", "95 % interval", "tasks", "samples")]
-    for name, one in report.sets.items():
-        for metric, estimate in one.metrics.items():
-            shape = (str(len(one.samples)), str(len(one.samples[0])))
+    for name, results in report.sets.items():
+        for metric, estimate in results.metrics.items():
+            shape = (str(len(results.samples)), str(len(results.samples[0])))
             rows.append((name, metric, f"{estimate.value:.3f}", estimate.interval_text, *shape))
     yield from format_table(rows, right_aligned_columns={2, 4, 5})
-    for name, one in report.sets.items():
-        if one.failures:
-            task, reason = next(iter(one.failures.items()))
-            yield f"{name}: the agent failed on {len(one.failures)} tasks, which count as 0"
+    for name, results in report.sets.items():
+        if results.failures:
+            task, reason = next(iter(results.failures.items()))
+            yield f"{name}: the agent failed on {len(results.failures)} tasks, which count as 0"
             first = reason.splitlines()[0] if reason else "no reason"
             yield f"  task {task}: {escape_controls(first)}"
 
@@ -147,7 +147,7 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
 def compare_reports(
     report_before: EvaluationReport, report_after: EvaluationReport
 ) -> list[ComparedMetric]:
-    """Every metric that both have, on the sets that both have, by a paired test."""
+    """Compare the metrics that both reports have, on the sets that both have, by a paired test."""
     common = [name for name in report_after.sets if name in report_before.sets]
     if not common:
         raise RecipeError(
@@ -157,9 +157,9 @@ def compare_reports(
             hint="evaluate it on the same set first",
         )
     return [
-        one
+        metric
         for name in common
-        for one in _compare_sets(
+        for metric in _compare_sets(
             name, report_before.sets[name], report_after.sets[name], report_before.name
         )
     ]
@@ -218,9 +218,9 @@ def list_uncompared_metrics(
     report_after: EvaluationReport,
     compared_metrics: Sequence[ComparedMetric],
 ) -> Iterator[str]:
-    for name, one in report_after.sets.items():
-        told = {each.metric.partition(" ")[0] for each in compared_metrics if each.set_name == name}
-        if missing := [metric for metric in one.metrics if metric not in told]:
+    for name, results in report_after.sets.items():
+        seen = {row.metric.partition(" ")[0] for row in compared_metrics if row.set_name == name}
+        if missing := [metric for metric in results.metrics if metric not in seen]:
             known = report_before.sets[name].metrics if name in report_before.sets else {}
             has = f"has {', '.join(known)}" if known else "was not evaluated on it"
             yield f"not compared: {', '.join(missing)} of {name}; {report_before.name} {has}"
@@ -229,9 +229,9 @@ def list_uncompared_metrics(
 def _compute_values_by_task(metric: str, evaluated_set: EvaluatedSet) -> list[float]:
     kind, _, k = metric.partition("@")
     samples = SetSamples(evaluated_set.samples, evaluated_set.answers)
-    asked = metric if kind == "pass" else f"{kind}@k"
-    assert kind == "pass" or format_metric_name(asked, samples.n_samples) == metric, k
-    values = compute_task_values(asked, samples, evaluated_set.pass_reward)
+    requested = metric if kind == "pass" else f"{kind}@k"
+    assert kind == "pass" or format_metric_name(requested, samples.n_samples) == metric, k
+    values = compute_task_values(requested, samples, evaluated_set.pass_reward)
     return [] if values is None else values.tolist()
 
 
@@ -240,15 +240,15 @@ def format_comparison(
 ) -> Iterator[str]:
     head = ("set", "metric", before, after, "difference", "95 % interval", "p", "better", "worse")
     rows = [(*head, "")]
-    for one in compared_metrics:
-        difference = one.comparison.difference
+    for row in compared_metrics:
+        difference = row.comparison.difference
         rows.append(
             (
-                *(one.set_name, one.metric, f"{one.before:.3f}", f"{one.after:.3f}"),
+                *(row.set_name, row.metric, f"{row.before:.3f}", f"{row.after:.3f}"),
                 f"{difference.value:+.3f}",
                 f"[{difference.low:+.3f}, {difference.high:+.3f}]",
-                f"{one.comparison.p_value:.3g}",
-                *(str(one.comparison.better), str(one.comparison.worse), one.comparison.verdict),
+                f"{row.comparison.p_value:.3g}",
+                *(str(row.comparison.better), str(row.comparison.worse), row.comparison.verdict),
             )
         )
     yield from format_table(rows, right_aligned_columns={2, 3, 4, 6, 7, 8})
@@ -257,14 +257,14 @@ def format_comparison(
 def build_step_report(
     paths: RunPaths, step: int, sets: Mapping[str, tuple[Sequence[str], float]]
 ) -> EvaluationReport:
-    """What a run itself found of the weights of a step, on sets with their metrics and pass reward.
+    """Build a report of the run's own evaluation of a step, on sets with metrics and pass reward.
 
-    Sets without a result are left out.
+    Leave out sets without a result.
     """
-    found = {}
+    evaluated_sets = {}
     for name, (metrics, pass_reward) in sets.items():
         result = read_kept_evaluation(paths, step, name)
         if result is not None:
             tasks = paths.evaluation_tasks(name)
-            found[name] = build_evaluated_set(result, tasks, metrics, pass_reward)
-    return EvaluationReport("", str(paths.root), step, found)
+            evaluated_sets[name] = build_evaluated_set(result, tasks, metrics, pass_reward)
+    return EvaluationReport("", str(paths.root), step, evaluated_sets)

@@ -1,4 +1,4 @@
-"""What the events of a run tell: failures, each cause once; its phase; what is new to a person."""
+"""Evaluation of a run's events: failures by cause, the present phase, lines for the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_hpc.view.formatting import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
 EPISODES_COUNTED_EVENT = "episodes_counted"
-"""Tells once after a failure how many episodes of a driver have ended by then."""
+"""Event that reports, once after a failure, how many episodes of a driver have ended."""
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 MAX_TRACEBACK_LINES = 12
 MIN_FAILURES_TO_BLAME_AGENT = 3
@@ -29,7 +29,7 @@ MIN_FAILURES_TO_BLAME_AGENT = 3
 class FailureCause:
     message: str
     place: str
-    """`FILE:LINE` in the agent; empty if it is not known."""
+    """`FILE:LINE` in the agent; empty if unknown."""
     hint: str
     message_with_traceback: str
     first_at: float
@@ -54,7 +54,7 @@ class FailureCause:
 @dataclass(slots=True)
 class AgentFailures:
     causes: dict[tuple[str, str], FailureCause] = field(default_factory=dict)
-    """By kind and line, in the order in which they appeared."""
+    """Causes by kind and line, in the order of appearance."""
     _counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
@@ -85,7 +85,7 @@ class AgentFailures:
         return f"in {self.failed} of {self.ended} episode{'s' if self.ended != 1 else ''}"
 
     def add_event(self, event: dict[str, Any]) -> FailureCause | None:
-        """Count an event of any kind; its cause if none failed by that before."""
+        """Count an event of any kind; return its cause if nothing failed by it before."""
         if event["event"] not in (*FAILED_TRY_EVENTS, EPISODES_COUNTED_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
@@ -96,14 +96,14 @@ class AgentFailures:
             return None
         reason = str(event.get("reason", ""))
         message = str(event.get("message") or reason.partition("\n")[0])
-        place, at = str(event.get("at", "")), float(event["time"])
+        place, happened_at = str(event.get("at", "")), float(event["time"])
         key = (str(event.get("kind", message)), place)
         if (known := self.causes.get(key)) is not None:
             known.count += 1
-            known.last_at = at
+            known.last_at = happened_at
             return None
         hint = str(event.get("hint", ""))
-        self.causes[key] = FailureCause(message, place, hint, reason, at, at)
+        self.causes[key] = FailureCause(message, place, hint, reason, happened_at, happened_at)
         return self.causes[key]
 
 
@@ -116,7 +116,7 @@ LOGS_HINT = "areal-hpc logs RUN shows the last lines of every process"
 MEMORY_HINT = "request more memory for that job, or reduce its load"
 MAX_AGENT_CAUSES = 5
 MAX_SIGNAL_NOTE_DELAY_S = 2.0
-"""A signal that ended a process is noted so long after the tracebacks that it brought about."""
+"""Seconds by which the record of a deadly signal may follow the tracebacks that it caused."""
 
 _MEANING_BY_EXIT_CODE = {
     RecipeError.exit_code: "the recipe must change",
@@ -138,10 +138,10 @@ _RECOVERY_PHRASE_BY_EVENT = {
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
     at: float | None
-    """Unix time; None if that is not known."""
+    """Unix time; None if unknown."""
     text: str
     distance_from_cause: int
-    """Distance from the cause: of the findings of one failure the lowest names it."""
+    """Distance from the cause; the event of a failure with the lowest distance names the cause."""
     details: tuple[str, ...] = ()
     hint: str = ""
 
@@ -162,11 +162,11 @@ ROUTINE_EVENTS = frozenset(
 def count_unusual_events(
     events: Iterable[Mapping[str, Any]], max_kinds: int
 ) -> list[tuple[str, str, int]]:
-    """Events that are not routine: what, by which role, how often; the most frequent first."""
+    """Count events that are not routine by event and role, the most frequent first."""
     counts = Counter(
-        (str(one.get("event")), str(one.get("role")))
-        for one in events
-        if one.get("event") not in ROUTINE_EVENTS
+        (str(row.get("event")), str(row.get("role")))
+        for row in events
+        if row.get("event") not in ROUTINE_EVENTS
     )
     return [(event, role, count) for (event, role), count in counts.most_common(max_kinds)]
 
@@ -211,7 +211,7 @@ def collect_failure_events(
 def _build_exit_event(row: dict[str, Any], first_traceback_at: float | None) -> FailureEvent:
     code = int(row.get("exit_code", 0))
     text = f"{row.get('process', 'a process')} of {row['role']} ended: {describe_exit_code(code)}"
-    # A signal that came before the first traceback is the cause of it.
+    # A signal before the first traceback has caused it.
     is_first = (
         first_traceback_at is None or row["time"] <= first_traceback_at + MAX_SIGNAL_NOTE_DELAY_S
     )
@@ -222,9 +222,9 @@ def _build_exit_event(row: dict[str, Any], first_traceback_at: float | None) -> 
 def build_agent_failure_events(
     failures: AgentFailures, end_reasons: Sequence[str]
 ) -> Iterator[FailureEvent]:
-    """Failures of the user's agent; they are the cause where they ended the run, or never cease.
+    """Yield failures of the user's agent, as the cause if they ended the run or always occur.
 
-    `end_reasons` are what processes said as they ended for good.
+    `end_reasons` are the reasons that processes gave when they ended for good.
     """
     newest = sorted(failures.causes.values(), key=lambda cause: cause.last_at)
     for cause in newest[-MAX_AGENT_CAUSES:]:
@@ -244,8 +244,8 @@ def describe_exit_code(code: int) -> str:
     if code - 128 not in list(signal.Signals):
         return f"exit code {code}"
     name = signal.Signals(code - 128).name
-    also = ", which usually means out of memory" if name == "SIGKILL" else ""
-    return f"killed by {name}{also}"
+    note = ", which usually means out of memory" if name == "SIGKILL" else ""
+    return f"killed by {name}{note}"
 
 
 def _describe_episode(event: dict[str, Any]) -> str:
@@ -268,13 +268,13 @@ _SUBJECT_BY_EVENT = {
     "process_exited": "process",
     "weights_published": "weights",
 }
-"""Events that are told at once, in the words of `areal-hpc why`."""
+"""Subjects of events that the terminal shows at once, in the words of `areal-hpc why`."""
 
 
 @dataclass(slots=True)
 class NewEventLineFormatter:
     failures: AgentFailures = field(default_factory=AgentFailures)
-    _told: set[tuple[str, str]] = field(default_factory=set)
+    _announced: set[tuple[str, str]] = field(default_factory=set)
 
     def describe_news(self, event: dict[str, Any]) -> list[str]:
         if (cause := self.failures.add_event(event)) is not None:
@@ -285,9 +285,9 @@ class NewEventLineFormatter:
             return []
         if event["event"] in _EVENTS_ANNOUNCED_ONCE_PER_PLACE:
             key = (event["event"], str(event.get("at") or event["role"]))
-            if key in self._told:
+            if key in self._announced:
                 return []
-            self._told.add(key)
+            self._announced.add(key)
         return list(_format_event_lines(event))
 
     def _format_failure_lines(self, cause: FailureCause, consequence: str) -> Iterator[str]:
@@ -296,8 +296,8 @@ class NewEventLineFormatter:
             if number == MAX_SHOWN_CAUSES + 1:
                 yield "agent    fails in further ways: areal-hpc why RUN lists them"
             return
-        said, share = cause.message.removeprefix("the agent "), self.failures.share_text
-        yield f"agent    {said}  ({share} so far; {consequence})"
+        message, share = cause.message.removeprefix("the agent "), self.failures.share_text
+        yield f"agent    {message}  ({share} so far; {consequence})"
         if cause.place:
             yield f"         at: {cause.place}"
         yield f"         try: {cause.suggested_fix}"
@@ -311,13 +311,13 @@ def _format_event_lines(event: dict[str, Any]) -> Iterator[str]:
         case "state_loaded" if step := event.get("step"):
             yield f"resumed  from the checkpoint of step {step}"
         case "process_exited" if event.get("exit_code") in PERMANENT_EXIT_CODES:
-            pass  # the command ends with that error, in better words
+            pass  # the command itself ends with that error
         case name if name in _SUBJECT_BY_EVENT:
-            for found in collect_failure_events([event], None):
+            for failure in collect_failure_events([event], None):
                 again = "; it is started again" if name == "replica_died" else ""
-                text = found.text.removeprefix("the agent ") + again
+                text = failure.text.removeprefix("the agent ") + again
                 yield f"{_SUBJECT_BY_EVENT[name]:<8} {text}"
-                yield f"         try: {found.hint}"
+                yield f"         try: {failure.hint}"
 
 
 SERVER_LOG_TAIL_BYTES = 16384
@@ -327,7 +327,7 @@ _SERVER_PHASES = (
     ("Capture cuda graph begin", "captures CUDA graphs"),
     ("Engine startup timings", "warms up"),
 )
-"""Lines of SGLang's log (0.5.23), in their order, and what it does from then on."""
+"""Lines of SGLang's log (0.5.23), in their order, and the phase that each begins."""
 
 
 @dataclass(slots=True)
@@ -376,7 +376,7 @@ class RunPhaseTracker:
         self._replicas_have_weights = False
 
     def describe(self, ledger: LedgerStatus | None) -> str:
-        """The phase in one line; empty if only the ledger could tell, and it does not answer."""
+        """Return the phase in one line; empty if it needs the ledger and that does not answer."""
         if not self._ready and self._starting:
             return self._describe_starting_server()
         if self._trainer_startup_phrase:
@@ -400,16 +400,16 @@ def read_server_phase(log: Path) -> str:
         text = read_tail_lines(log, SERVER_LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return "starts"
-    at, words = max((text.rfind(sign), words) for sign, words in _SERVER_PHASES)
-    return words if at >= 0 else "starts"
+    position, phase = max((text.rfind(line), phase) for line, phase in _SERVER_PHASES)
+    return phase if position >= 0 else "starts"
 
 
 def describe_ledger_phase(ledger: LedgerStatus) -> str:
     slowest_s = ledger.slowest_episode_s
     slowest = f", slowest {format_duration(slowest_s)}" if slowest_s >= 1.0 else ""
     if ledger.eval_total > ledger.eval_done:
-        of = f"{ledger.eval_done} of {ledger.eval_total}"
-        return f"evaluation of step {ledger.version_step}: {of} held-out episodes{slowest}"
+        progress = f"{ledger.eval_done} of {ledger.eval_total}"
+        return f"evaluation of step {ledger.version_step}: {progress} held-out episodes{slowest}"
     if ledger.formed_step > ledger.version_step:
         return f"step {ledger.formed_step} is trained"
     done = f"{ledger.episodes_done} of {ledger.episodes_wanted} episodes"

@@ -1,4 +1,4 @@
-"""The logs of a run as one stream: every process of every job, in the order of time."""
+"""Logs of all processes of a run, merged by time into one stream."""
 
 import heapq
 import re
@@ -13,7 +13,7 @@ from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 TAIL_BYTES_PER_FILE = 256 * 1024
 MAX_READ_BYTES = 1024 * 1024
 POLL_S = 1.0
-"""Between two looks at files that are followed. A look is one stat for each file and folder."""
+"""Seconds between two polls of followed files; a poll is one stat for each file and folder."""
 
 _TIME_PATTERN = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[,.](\d{1,6}))?")
 _ROUTINE_PATTERN = re.compile(
@@ -28,34 +28,34 @@ class LogFile:
     path: Path
     job_or_cell: str
     process: str
-    """Its name, and the rank if the job has several tasks."""
+    """Name of the process, with the rank if the job has several tasks."""
     node: str
-    """Empty where the log does not say."""
+    """Node that the log's first line names; empty if it names none."""
 
     @property
     def source(self) -> str:
-        place = f"@{self.node}" if self.node else ""
-        return f"{self.job_or_cell}/{self.process}{place}"
+        suffix = f"@{self.node}" if self.node else ""
+        return f"{self.job_or_cell}/{self.process}{suffix}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LogRecord:
-    """A line that bears a time, with the lines below it that bear none."""
+    """Line of a log that has a time, with the lines below it that have none."""
 
     time: str
-    """As written, comparable as text; empty before the first of a file."""
+    """Time as written, comparable as text; empty before the first time of a file."""
     lines: tuple[str, ...]
 
 
 def list_log_files(
     paths: RunPaths, attempt: int, wanted_names: Sequence[str] = ()
 ) -> list[LogFile]:
-    """The logs of one attempt, in the order of their names.
+    """Return the logs of one attempt, in the order of their names.
 
     `wanted_names` are jobs (`trainer`, `cell-0`), processes (`proxy`) or both (`cell-0/proxy`);
     empty for all.
     """
-    found = []
+    files = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
@@ -63,8 +63,8 @@ def list_log_files(
                     with path.open("rb") as stream:
                         first = stream.readline(1000).decode(errors="replace")
                     node = _NODE_PATTERN.search(first)
-                    found.append(LogFile(path, job_dir.name, path.stem, node[1] if node else ""))
-    return found
+                    files.append(LogFile(path, job_dir.name, path.stem, node[1] if node else ""))
+    return files
 
 
 def _is_wanted(wanted_names: Sequence[str], job: str, process: str) -> bool:
@@ -91,16 +91,16 @@ def choose_attempt(paths: RunPaths, attempt: int | None) -> int:
 
 
 def parse_log_records(text: str) -> list[LogRecord]:
-    """The records of a piece of a log, oldest first; one that goes back in time stays in place."""
+    """Split a piece of a log into records; a time before the previous one is raised to that."""
     records: list[LogRecord] = []
     now, lines = "", list[str]()
     for line in text.splitlines():
-        found = _TIME_PATTERN.match(line)
-        if found:
+        match = _TIME_PATTERN.match(line)
+        if match:
             if lines:
                 records.append(LogRecord(now, tuple(lines)))
-            fraction = (found[3] or "").ljust(6, "0")
-            now, lines = max(now, f"{found[1]} {found[2]}.{fraction}"), [line]
+            fraction = (match[3] or "").ljust(6, "0")
+            now, lines = max(now, f"{match[1]} {match[2]}.{fraction}"), [line]
         else:
             lines.append(line)
     if lines:
@@ -124,9 +124,9 @@ def drop_sglang_routine_lines(lines: Sequence[tuple[LogFile, str]]) -> list[tupl
 def read_last_lines(
     files: Sequence[LogFile], lines: int, *, keep_routine: bool = True
 ) -> list[tuple[LogFile, str]]:
-    """The newest lines of all files together, in the order of time.
+    """Return the newest lines of all files together, in the order of time.
 
-    Those of every batch and request are left out unless `keep_routine`.
+    Leave out SGLang's lines about every batch and request unless `keep_routine`.
     """
     pieces = [
         (file, read_tail_lines(file.path, TAIL_BYTES_PER_FILE).decode(errors="replace"))
@@ -153,7 +153,7 @@ class LogFollower:
         return list(self._files.values())
 
     def read_new_lines(self) -> list[tuple[LogFile, str]]:
-        # No folder is listed to find out whether one has got or lost an entry.
+        # The times of folders show new and removed entries, so no folder is listed for that.
         if any(_read_mtime_ns(folder) != stamp for folder, stamp in self._stamps.items()):
             self._refresh_file_list()
         return merge_lines_by_time(
@@ -166,7 +166,7 @@ class LogFollower:
             lines = self._lines[path] = LineFollower(path, max_bytes=MAX_READ_BYTES)
         try:
             return lines.read_new_lines().decode(errors="replace")
-        except FileNotFoundError:  # removed with its run, which may begin anew
+        except FileNotFoundError:  # removed with its run, which may start over
             return ""
 
     def _refresh_file_list(self) -> None:

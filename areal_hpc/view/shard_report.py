@@ -1,4 +1,4 @@
-"""Text output of `areal-hpc shards`."""
+"""Text output of `areal-hpc shards`: tables of shards, tokens of a row, damage."""
 
 import logging
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def format_shard_table(paths: RunPaths) -> str:
 
 
 def format_shards_jsonl(paths: RunPaths) -> str:
-    """One JSON object per sealed shard and line: its index line, and `versions`."""
+    """Format one JSON line per sealed shard: its index line, and `versions`."""
     lines = []
     for shard in read_index(paths.shard_index_dir):
         versions = _read_version_range_text(paths.shards_dir / shard.file)
@@ -79,16 +79,16 @@ def find_tokenizer_file(paths: RunPaths) -> Path | None:
 def _list_possible_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
     yield paths.sft_export / "tokenizer.json"
     yield paths.starting_model_dir / "tokenizer.json"
-    if not paths.recipe.exists():  # a shard that lies alone
+    if not paths.recipe.exists():  # a shard outside of a run directory
         return
     try:
         recipe = read_run_recipe(paths.recipe)
-    except RecipeError as error:  # what is recorded can be shown without it
-        log.warning("no tokenizer is looked for: %s", error)
+    except RecipeError as error:  # tokens can be shown without their text
+        log.warning("the recipe cannot name a tokenizer: %s", error)
         return
-    named = get_recipe_value(recipe, "model.path")
-    if isinstance(named, str):
-        yield Path(named) / "tokenizer.json"
+    model_path = get_recipe_value(recipe, "model.path")
+    if isinstance(model_path, str):
+        yield Path(model_path) / "tokenizer.json"
 
 
 def format_verification(report: VerifyReport) -> str:
@@ -104,7 +104,7 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
     trained = [RowKind.TRAIN.label] if shard.tickets else []
     return (
         shard.file,
-        "+".join([*trained, *dict.fromkeys(one.kind for one in shard.untrained)]),
+        "+".join([*trained, *dict.fromkeys(rows.kind for rows in shard.untrained)]),
         str(shard.rows),
         str(shard.tokens),
         str(len(shard.tickets)),
@@ -122,7 +122,8 @@ def _read_version_range_text(path: Path) -> str:
     sampled = versions[versions >= 0]
     if not len(sampled):
         return "-"
-    oldest, newest = (WeightVersion.unpack(int(one)) for one in (sampled.min(), sampled.max()))
+    bounds = (int(sampled.min()), int(sampled.max()))
+    oldest, newest = map(WeightVersion.unpack, bounds)
     return str(oldest) if oldest == newest else f"{oldest}..{newest}"
 
 

@@ -1,8 +1,8 @@
-"""Metrics of a run for a tracker, in parts: each holds what is new since those before it.
+"""Metrics of a run for a tracker such as wandb, in parts: each holds the rows that are new.
 
-A part is written aside by a tracker's program and gets its name when it is whole, so that whatever
-is killed, no step is written twice and none is left out. Rows that a resumed trainer may take back
-wait until they are settled: those of the newest checkpoint and later, while the run goes on.
+A tracker's program writes a part under a temporary name, and a complete part is renamed: whatever
+is killed, no step is written twice and none is left out. While the run goes on, rows from the
+newest checkpoint on are held back, as a resumed trainer may take them back.
 """
 
 import secrets
@@ -31,18 +31,18 @@ BUILT_IN_PROGRAMS = {"wandb": Path(__file__).with_name("wandb_program.py")}
 
 
 class TrackerProgramInput(msgspec.Struct, frozen=True):
-    """What a tracker's program gets on standard input, as JSON; its argument is the folder."""
+    """JSON on the standard input of a tracker's program, whose argument is the folder."""
 
     id: str
-    """Of the run, the same for all of its parts."""
+    """Id of the run, the same for all of its parts."""
     name: str
     """`experiment/trial`."""
     project: str
-    """Empty: the tracker's default."""
+    """Project of the tracker; empty for its default."""
     config: dict[str, Any]
-    """The recipe, without values that may be secrets."""
+    """Recipe, without values that may be secrets."""
     rows: list[JsonMetricRow]
-    """Metrics with their `step`; what became known late of a step has a row of its own."""
+    """Metrics with their `step`; metrics that came late have a row of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +70,35 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
 
 
 def write_tracker_part(paths: RunPaths, tracker: TrackerChoice) -> int:
-    """Write what is settled and new as one more part; the number of its rows."""
-    place = paths.tracker(tracker.name)
-    with hold_lock(place.lock):
-        files = map(place.get_rows_file, place.list_parts())
+    """Write settled rows that are new as one more part, and return their number."""
+    target = paths.tracker(tracker.name)
+    with hold_lock(target.lock):
+        files = map(target.get_rows_file, target.list_parts())
         written = chain.from_iterable(map(read_readable_records, files))
         rows = list(find_unwritten_metrics(list_settled_rows(paths), written))
         if not rows:
             return 0
-        write_once(place.run_id, secrets.token_hex(4).encode())
+        write_once(target.run_id, secrets.token_hex(4).encode())
         recipe = read_run_recipe(paths.recipe)
         part = TrackerProgramInput(
-            id=place.run_id.read_text(),
+            id=target.run_id.read_text(),
             name=paths.run_name,
             project=tracker.project,
             config=hide_private_values_equal_in(recipe, recipe),
             rows=rows,
         )
-        shutil.rmtree(place.unfinished_part, ignore_errors=True)
-        place.unfinished_part.mkdir()
-        _run_program(tracker, part, place.unfinished_part)
-        replace_lines(place.get_rows_file(place.unfinished_part), rows)
-        fsync_tree(place.unfinished_part)
-        place.unfinished_part.rename(place.get_part(len(place.list_parts()) + 1))
-        fsync_path(place.root)
+        shutil.rmtree(target.unfinished_part, ignore_errors=True)
+        target.unfinished_part.mkdir()
+        _run_program(tracker, part, target.unfinished_part)
+        replace_lines(target.get_rows_file(target.unfinished_part), rows)
+        fsync_tree(target.unfinished_part)
+        target.unfinished_part.rename(target.get_part(len(target.list_parts()) + 1))
+        fsync_path(target.root)
     return len(rows)
 
 
 def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
-    """The rows that no resumed trainer takes back: all of a finished run."""
+    """Return the rows that no resumed trainer takes back: all of a finished run."""
     rows = read_metrics(paths.metrics)
     if paths.finished_marker.exists():
         return rows
@@ -110,12 +110,12 @@ def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
 def find_unwritten_metrics(
     settled: list[dict[str, Any]], written: Iterator[dict[str, Any]]
 ) -> Iterator[JsonMetricRow]:
-    known: dict[int, set[str]] = {}
+    names_by_step: dict[int, set[str]] = {}
     for row in written:
-        known.setdefault(row["step"], set()).update(row)
+        names_by_step.setdefault(row["step"], set()).update(row)
     for row in settled:
-        held = known.get(row["step"], set())
-        new = {name: value for name, value in row.items() if name not in held}
+        written_names = names_by_step.get(row["step"], set())
+        new = {name: value for name, value in row.items() if name not in written_names}
         if new:
             yield {"step": row["step"], **new}
 
@@ -123,7 +123,7 @@ def find_unwritten_metrics(
 def _run_program(tracker: TrackerChoice, program_input: TrackerProgramInput, folder: Path) -> None:
     command = [tracker.python, str(tracker.program), str(folder)]
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             command,
             input=msgspec.json.encode(program_input),
             stdout=subprocess.DEVNULL,
@@ -135,16 +135,16 @@ def _run_program(tracker: TrackerChoice, program_input: TrackerProgramInput, fol
         raise ClusterError(
             f"the tracker's program did not run: {error}", key=str(tracker.program)
         ) from error
-    if ended.returncode:
-        said = ended.stderr.decode(errors="replace").strip()
-        if "ModuleNotFoundError" in said:
+    if result.returncode:
+        message = result.stderr.decode(errors="replace").strip()
+        if "ModuleNotFoundError" in message:
             raise RecipeError(
-                f"{tracker.python}: {said.splitlines()[-1]}",
+                f"{tracker.python}: {message.splitlines()[-1]}",
                 key="--python",
                 hint="name a Python that has it; requirements/wandb.txt is a lock for wandb",
             )
         raise ClusterError(
-            f"the tracker's program ended with exit code {ended.returncode}: {said[-800:]}",
+            f"the tracker's program ended with exit code {result.returncode}: {message[-800:]}",
             key=str(tracker.program),
             hint="nothing is lost: the same command writes this part again",
         )

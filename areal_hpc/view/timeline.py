@@ -1,8 +1,8 @@
-"""Timeline of a run: what each process did from when to when, in the time of the ledger's node.
+"""Timeline of a run: the spans of all its processes, in the time of the ledger's node.
 
-It comes from the spans of all processes. `areal-hpc trace` writes it in the trace format of Chrome,
-which Perfetto opens: a process of the trace is one of the run's, the steps, or the events, and its
-threads are the process's own states, and lanes for what it does side by side.
+`areal-hpc trace` writes it in the trace format of Chrome, which Perfetto opens. A process of the
+trace is a process of the run, the steps, or the events. Its threads are the states of the process,
+and lanes for spans that overlap.
 """
 
 import heapq
@@ -43,28 +43,28 @@ class Timeline:
 
 
 def assign_lanes(spans: Sequence[Span]) -> list[int]:
-    """A lane for each span, from 0: as few as may be, so that no two of a lane overlap."""
+    """Return a lane for each span, from 0: the fewest in which no two spans of a lane overlap."""
     lanes = [0] * len(spans)
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     opened = 0
-    for place in sorted(range(len(spans)), key=lambda one: spans[one].begin):
-        while busy and busy[0][0] <= spans[place].begin:
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].begin):
+        while busy and busy[0][0] <= spans[index].begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if free:
-            lanes[place] = heapq.heappop(free)
+            lanes[index] = heapq.heappop(free)
         else:
-            lanes[place], opened = opened, opened + 1
-        heapq.heappush(busy, (spans[place].end, lanes[place]))
+            lanes[index], opened = opened, opened + 1
+        heapq.heappush(busy, (spans[index].end, lanes[index]))
     return lanes
 
 
 def iterate_counts_under_way(spans: Sequence[Span]) -> Iterator[tuple[float, int]]:
-    """Each moment at which the number of spans under way changes, with the number."""
+    """Yield each time at which the number of spans under way changes, with the number."""
     changes: Counter[float] = Counter()
-    for one in spans:
-        changes[one.begin] += 1
-        changes[one.end] -= 1
+    for span in spans:
+        changes[span.begin] += 1
+        changes[span.end] -= 1
     count = 0
     for at in sorted(changes):
         count += changes[at]
@@ -72,9 +72,8 @@ def iterate_counts_under_way(spans: Sequence[Span]) -> Iterator[tuple[float, int
 
 
 def list_lanes(process: ProcessSpans) -> Iterator[tuple[str, list[Span]]]:
-    """A process's own states, and what it did beside them, with their spans."""
     for lane in process.lanes:
-        yield lane, [one for one in process.spans if one.lane == lane]
+        yield lane, [span for span in process.spans if span.lane == lane]
 
 
 def is_lane_of_calls(process_name: str, lane: str) -> bool:
@@ -96,13 +95,15 @@ def select_timed_rows(
 def read_timeline(
     paths: RunPaths, rows: Sequence[JsonRow], from_time: float, to_time: float, problems: list[str]
 ) -> Timeline:
-    """The timeline between two Unix times; `rows` are the metrics of the steps there.
+    """Read the timeline between two Unix times; `rows` are the metrics of the steps there.
 
-    Trained episodes say their reward and row. What cannot be read is named in `problems`.
+    Trained episodes have their reward and row. Files that cannot be read are added to `problems`.
     """
     processes = read_spans(paths, from_time, to_time)
     trained = read_batch_episodes(paths, [row["step"] for row in rows if row["step"] > 0], problems)
-    episodes = {(one.ticket_id, one.attempt, -1, one.episode): one for one in trained}
+    episodes = {
+        (episode.ticket_id, episode.attempt, -1, episode.episode): episode for episode in trained
+    }
     steps = [
         Span(
             f"step {row['step']}",
@@ -113,17 +114,17 @@ def read_timeline(
         for row in rows
     ]
     notes = [] if processes else ["No spans of this time are recorded."]
-    if lost := sum(one.lost for one in processes):
+    if lost := sum(process.lost for process in processes):
         notes.append(f"{lost} spans were lost, because the storage did not take them.")
     named = [
         replace(
-            one,
+            process,
             spans=[
                 _name_episode(span, episodes) if span.lane == EPISODES_LANE else span
-                for span in one.spans
+                for span in process.spans
             ],
         )
-        for one in processes
+        for process in processes
     ]
     return Timeline(from_time, to_time, steps, named, notes)
 
@@ -150,8 +151,8 @@ def _name_episode(span: Span, trained: dict[EpisodeKey, BatchEpisode]) -> Span:
 
 def find_span_bounds(paths: RunPaths) -> tuple[float, float]:
     processes = read_spans(paths)
-    begin = min((one.begin for one in processes), default=math.nan)
-    return begin, max((one.end for one in processes), default=math.nan)
+    begin = min((process.begin for process in processes), default=math.nan)
+    return begin, max((process.end for process in processes), default=math.nan)
 
 
 STEPS_PID, EVENTS_PID, FIRST_PROCESS_PID = 1, 2, 10
@@ -179,10 +180,12 @@ def write_trace(paths: RunPaths, first_step: int, last_step: int, out: Path) -> 
     begin = min(row["unix_time_s"] - row["time/step_s"] for row in rows)
     end = max(row["unix_time_s"] for row in rows)
     timeline = read_timeline(paths, rows, begin, end, problems)
-    events = [one for one in read_all_events(paths.events) if begin < one["time"] <= end]
+    events = [row for row in read_all_events(paths.events) if begin < row["time"] <= end]
     write_atomic_private(out, msgspec.json.encode(_Trace(timeline, events).build()))
     lanes = [
-        (one.name, lane, spans) for one in timeline.processes for lane, spans in list_lanes(one)
+        (process.name, lane, spans)
+        for process in timeline.processes
+        for lane, spans in list_lanes(process)
     ]
     episodes = sum(len(spans) for _, lane, spans in lanes if lane == EPISODES_LANE)
     calls = sum(len(spans) for name, lane, spans in lanes if is_lane_of_calls(name, lane))
@@ -190,7 +193,7 @@ def write_trace(paths: RunPaths, first_step: int, last_step: int, out: Path) -> 
 
 
 class _Trace:
-    """Steps, processes and events as a trace, whose times are microseconds since the first."""
+    """Trace of steps, processes and events, whose times are microseconds since the first."""
 
     def __init__(self, timeline: Timeline, run_events: Sequence[JsonRow]) -> None:
         self._timeline, self._run_events = timeline, run_events
@@ -204,7 +207,7 @@ class _Trace:
             self._add_span(STEPS_PID, 1, step)
         pids: dict[str, int] = {}
         threads: dict[int, int] = {}
-        for process in self._timeline.processes:  # a start each
+        for process in self._timeline.processes:  # one per start
             title = f"{process.name} ({process.node})" if process.node else process.name
             pid = pids.setdefault(title, FIRST_PROCESS_PID + len(pids))
             self._name("process", pid, 0, title)
@@ -212,11 +215,12 @@ class _Trace:
                 first = threads.get(pid, 1)
                 threads[pid] = first + self._add_lane(pid, first, process.name, lane, spans)
         self._name("process", EVENTS_PID, 0, "events")
-        for place, role in enumerate(sorted({str(one["role"]) for one in self._run_events}), 1):
-            self._name("thread", EVENTS_PID, place, role or "?")
+        roles = sorted({str(row["role"]) for row in self._run_events})
+        for thread, role in enumerate(roles, 1):
+            self._name("thread", EVENTS_PID, thread, role or "?")
             for row in self._run_events:
                 if str(row["role"]) == role:
-                    self._add_run_event(place, row)
+                    self._add_run_event(thread, row)
         return {
             "traceEvents": self._events,
             "displayTimeUnit": "ms",
@@ -224,7 +228,7 @@ class _Trace:
         }
 
     def _add_lane(self, pid: int, first: int, process: str, lane: str, spans: list[Span]) -> int:
-        """Add spans on as many threads as they need, the number of which is returned."""
+        """Add spans on as many threads as they need, and return the number of threads."""
         if is_lane_of_calls(process, lane):
             for at, count in iterate_counts_under_way(spans):
                 name, ts = f"calls at {lane}", self._to_microseconds(at)
@@ -243,20 +247,20 @@ class _Trace:
         facts = {key: value for key, value in row.items() if key not in ("time", "role", "event")}
         name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")
         if isinstance(seconds := facts.get("seconds"), dict):
-            took = sum(one for one in seconds.values() if isinstance(one, int | float))
+            took = sum(value for value in seconds.values() if isinstance(value, int | float))
         if isinstance(took, int | float) and took > 0:
             self._add_span(EVENTS_PID, tid, Span(name, at - took, at, facts=facts))
         else:
             ts = self._to_microseconds(at)
             self._add("i", name, EVENTS_PID, s="t", tid=tid, ts=ts, args=facts)
 
-    def _name(self, what: str, pid: int, tid: int, title: str) -> None:
-        index = tid if what == "thread" else pid
-        self._add("M", f"{what}_name", pid, tid=tid, args={"name": title})
-        self._add("M", f"{what}_sort_index", pid, tid=tid, args={"sort_index": index})
+    def _name(self, kind: str, pid: int, tid: int, title: str) -> None:
+        index = tid if kind == "thread" else pid
+        self._add("M", f"{kind}_name", pid, tid=tid, args={"name": title})
+        self._add("M", f"{kind}_sort_index", pid, tid=tid, args={"sort_index": index})
 
     def _add_span(self, pid: int, tid: int, span: Span) -> None:
-        # Both ends are rounded alike, so that spans that nest still do.
+        # Both ends are rounded the same way, so that nested spans stay nested.
         begin, end = self._to_microseconds(span.begin), self._to_microseconds(span.end)
         self._add("X", span.name, pid, tid=tid, ts=begin, dur=end - begin, args=span.facts)
 

@@ -1,7 +1,7 @@
-"""Tracker of Weights & Biases: writes an offline run, for `wandb sync` on a node with a network.
+"""Tracker program of Weights & Biases: write an offline run, which `wandb sync` uploads later.
 
-A program of its own, in a Python that has wandb and the standard library: see `sync.py` for what it
-gets on standard input. All parts have one run id, so `wandb sync --append` makes one run of them.
+It runs in a Python of its own with wandb and the standard library; `sync.py` has the format of its
+standard input. All parts have one run id, so `wandb sync --append` makes one run of them.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 STEP_METRIC = "step"
-"""The axis of every metric, which is logged beside it: wandb's own counter knows no late values."""
+"""Axis of every metric, logged beside it: wandb's own step counter takes no late values."""
 
 
 def write_offline_run(program_input: dict[str, Any], folder: str) -> None:

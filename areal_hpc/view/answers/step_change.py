@@ -308,16 +308,14 @@ def _describe_unlearned_tasks(
 ) -> Iterator[Finding]:
     row_rewards = [episode.mean_row_reward for episode in (*now, *earlier_episodes)]
     best = max(row_rewards)
-    min_change = MIN_REWARD_CHANGE_SHARE_OF_RANGE * (best - min(row_rewards))
+    margin = MIN_REWARD_CHANGE_SHARE_OF_RANGE * (best - min(row_rewards))
     rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
     falls = {
         task: before[task] - rewards[task]
         for task in rewards
-        if before.get(task, -math.inf) >= best - min_change
+        if before.get(task, -math.inf) >= best - margin
     }
-    fallen = sorted(
-        (task for task in falls if falls[task] > min_change), key=lambda task: -falls[task]
-    )
+    fallen = sorted((task for task in falls if falls[task] > margin), key=lambda task: -falls[task])
     if not fallen:
         return
     yield Finding(f"{len(fallen)} of {len(falls)} tasks that were right before are not now")

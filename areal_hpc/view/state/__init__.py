@@ -1,1 +1,1 @@
-"""What a run is doing now: its jobs, progress and health."""
+"""Present state of a run: its jobs, progress and health."""

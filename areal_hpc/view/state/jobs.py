@@ -1,4 +1,4 @@
-"""The jobs of a run: what was submitted, what Slurm says of it, what the jobs said themselves."""
+"""Jobs of a run: their submissions, Slurm's records of them, and exits that tasks recorded."""
 
 import contextlib
 import re
@@ -35,7 +35,7 @@ from areal_hpc.slurm.states import JobPhase, PendingReasonExplanation, explain_r
 from areal_hpc.view.formatting import format_duration, format_table, format_time
 
 LEADER_JOB_NAMES = {"sft", "trainer"}
-"""Jobs that the others of their stage wait for."""
+"""Jobs for which the others of their stage wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class JobView:
     submission: Submission | None
     """None for a job of a foreground run."""
     slurm_record: SlurmJobRecord | None
-    """None if Slurm does not know it, or does not answer."""
+    """None if Slurm has no record of it, or does not answer."""
     task_exits: dict[int, TaskExit]
-    """The last word of each task that has ended, by rank."""
+    """Exit of each task that has ended, by rank."""
     is_recorded: bool = True
-    """False for a job that Slurm has, with this run in its comment, and no file names."""
+    """False for a job in Slurm whose comment names this run, but which no file records."""
 
     @property
     def is_alive(self) -> bool:
@@ -56,21 +56,22 @@ class JobView:
 
     @property
     def waits_behind_others(self) -> bool:
-        """It is the caretaker's job, and others of the run are there."""
+        """Return whether it is the caretaker's job, pending while others of the run exist."""
         queued = self.slurm_record
         return self.name == CARETAKER_JOB and queued is not None and queued.reason == "Dependency"
 
     @property
     def ended_idle(self) -> bool:
-        """It gave its nodes back; a caretaker submits it when the jobs it works with are there."""
+        """Return whether it released its nodes; a caretaker submits it when its partners exist."""
         exits = self.task_exits.values()
-        is_idle = any(one.exit_code == IDLE_EXIT_CODE for one in exits)
-        return is_idle and not self.is_alive and not any(one.is_crash for one in exits)
+        is_idle = any(outcome.exit_code == IDLE_EXIT_CODE for outcome in exits)
+        return is_idle and not self.is_alive and not any(outcome.is_crash for outcome in exits)
 
     @property
     def ended_before_its_tasks(self) -> bool:
         is_completed = self.slurm_record and self.slurm_record.state.name == "COMPLETED"
-        return bool(is_completed) and all(one.exit_code != 0 for one in self.task_exits.values())
+        exit_codes = [outcome.exit_code for outcome in self.task_exits.values()]
+        return bool(is_completed) and 0 not in exit_codes
 
     @property
     def has_failed(self) -> bool:
@@ -80,7 +81,7 @@ class JobView:
 
     @property
     def pending_reason(self) -> PendingReasonExplanation | None:
-        """Why it waits; None if it does not, or is held by somebody and its state says so."""
+        """Reason why it is pending; None if it is not, or if its state names a hold."""
         if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.WAITING:
             return None
         return (
@@ -96,9 +97,9 @@ class RunJobs:
     jobs: tuple[JobView, ...]
     snapshot: QueueSnapshot
     ids: tuple[str, ...]
-    """Every id that was ever given out, oldest first."""
+    """All job ids of the run, oldest first."""
     original: Path | None = None
-    """The run of which this folder is a copy, while jobs of that one wait or run."""
+    """Run of which this folder is a copy, while jobs of that run wait or run."""
 
     @property
     def is_local(self) -> bool:
@@ -106,7 +107,7 @@ class RunJobs:
 
     @property
     def jobs_ended_before_run(self) -> list[JobView]:
-        """Jobs that are over, unlike their work and others of the run; none in doubt."""
+        """Jobs that ended while their work and other jobs of the run go on; none if in doubt."""
         alive = {job.name for job in self.jobs if job.is_alive}
         if self.snapshot.outage or not alive - {CARETAKER_JOB}:
             return []
@@ -125,7 +126,7 @@ def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     answer = queue.poll_for_display(list_recorded_job_ids(paths))
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
-        with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
+        with contextlib.suppress(ClusterError):  # no answer, or no cluster
             unrecorded = list_unrecorded_live_jobs(paths)
     return build_run_jobs(paths, answer, unrecorded)
 
@@ -136,16 +137,17 @@ def build_run_jobs(
     submissions = read_submissions(paths.submissions)
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, partial(is_job_of_run, paths))
-    original = find_run_of_jobs(paths, [answer.jobs[one] for one in ids if one in answer.jobs])
+    known = [answer.jobs[job_id] for job_id in ids if job_id in answer.jobs]
+    original = find_run_of_jobs(paths, known)
     newest = get_latest_submissions(submissions)
     last_attempt = max((submission.attempt for submission in submissions), default=0)
     names = {
         name
-        for name, one in newest.items()
-        # Cells may be fewer than in an earlier launch; a caretaker that is over tells nothing.
-        if (one.attempt == last_attempt and name != CARETAKER_JOB)
+        for name, submission in newest.items()
+        # An earlier launch may have had more cells; a caretaker that is over is of no interest.
+        if (submission.attempt == last_attempt and name != CARETAKER_JOB)
         or not (is_cell_job(name) or name == CARETAKER_JOB)
-        or is_live_state(snapshot.get_state(one.job_id))
+        or is_live_state(snapshot.get_state(submission.job_id))
     } or {path.name for path in paths.jobs_dir.glob("*") if paths.job(path.name).launch.exists()}
     jobs = tuple(
         JobView(
@@ -171,7 +173,7 @@ def _rank_job(job_name: str) -> tuple[bool, bool, bool, str, list[int]]:
 
 
 def get_run_state(run: RunJobs) -> str:
-    """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped.
+    """Return one or a few words: finished, running, waiting, ending, failed, cancelled, stopped.
 
     A run is leaderless while its trainer is gone for good and other jobs of it wait or run.
     """
@@ -186,7 +188,7 @@ def get_run_state(run: RunJobs) -> str:
     if run.is_local:
         return "running here" if is_lock_held(paths.lock) else _describe_end_of_run(run)
     if {job.name for job in alive} == {CARETAKER_JOB}:
-        return "waiting"  # for room for the job that brings the others back
+        return "waiting"  # the caretaker's job, which submits the others, is pending
     if alive:
         phases = {job.slurm_record.state.phase for job in alive if job.slurm_record}
         lost = {job.name for job in run.jobs_ended_before_run}
@@ -206,8 +208,8 @@ def _describe_end_of_run(run: RunJobs) -> str:
 def describe_allocation_steps(paths: RunPaths) -> list[str]:
     if (note := find_live_launcher_note(paths)) is None or not note.steps:
         return []
-    rows = [("job", "step", "nodes")]
-    return format_table(rows + [(one.job, one.step, ",".join(one.nodes)) for one in note.steps])
+    steps = [(step.job, step.step, ",".join(step.nodes)) for step in note.steps]
+    return format_table([("job", "step", "nodes"), *steps])
 
 
 def format_jobs(run: RunJobs) -> list[str]:

@@ -46,36 +46,33 @@ class PlainReporter:
         self._last_sft = _get_last_step(self._view.sft)
         self._evaluated = _list_evaluated_steps(self._view.steps)
         self._alerts: AlertTracker | None = None
-        self._looked_at = 0.0
+        self._refreshed_at = 0.0
         self._events = EventFollower(paths.events)
         self._news, self._phase = NewEventLineFormatter(), RunPhaseTracker()
         self._printed_at = time.monotonic()
-        self._told_phase = ""
+        self._shown_phase = ""
         self._has_trained = False
 
     def print_line(self, message: str) -> None:
         self._printed_at = time.monotonic()
-        # Messages may hold brackets of any kind, `file.py:100:`, and what a model said.
+        # Messages may hold brackets of any kind, `file.py:100:`, and replies of a model.
         self._console.print(escape_controls(message), markup=False, emoji=False)
 
     def show_progress(self, stage: str) -> None:
-        """Show what is new of a stage: events at once, steps about once a second."""
+        """Show news of a stage: events at once, steps about once a second."""
         self.report_new_events()
-        if time.monotonic() - self._looked_at >= REFRESH_S:
-            self._looked_at = time.monotonic()
+        if time.monotonic() - self._refreshed_at >= REFRESH_S:
+            self._refreshed_at = time.monotonic()
             self._refresh(stage)
 
     def _refresh(self, stage: str) -> None:
-        """Print new steps; what the run does, when that changes before its first step, or rarely.
-
-        Later each step has its line.
-        """
+        """Print new steps, and the phase if it changes before the first step or after a silence."""
         self.report_new_steps()
         phase = self._describe_phase(stage)
         kind = phase.partition(":")[0].partition(",")[0]
-        has_changed = kind != self._told_phase and not self._has_trained
+        has_changed = kind != self._shown_phase and not self._has_trained
         if phase and (has_changed or time.monotonic() - self._printed_at >= MAX_SILENCE_S):
-            self._told_phase = kind
+            self._shown_phase = kind
             self.print_line(f"phase    {phase}")
 
     def _describe_phase(self, stage: str) -> str:
@@ -91,10 +88,10 @@ class PlainReporter:
                 self.print_line(line)
 
     def report_new_steps(self) -> None:
-        """Print a line for every step that finished since the last look."""
+        """Print a line for every step that finished since the last call."""
         self._view.look_again()
         steps, sft = self._view.steps, self._view.sft
-        # Both fall back when a run starts anew or resumes from a checkpoint.
+        # Both go back when a run starts over or resumes from a checkpoint.
         self._last_step = min(self._last_step, _get_last_step(steps))
         self._last_sft = min(self._last_sft, _get_last_step(sft))
         for row in sft:
@@ -107,7 +104,7 @@ class PlainReporter:
                 self._last_step = row["step"]
                 self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(self._format_step(steps[: number + 1]))
-                if self._alerts is None:  # the recipe is in place once a step is
+                if self._alerts is None:  # the recipe is there once a step is
                     self._alerts = AlertTracker(self._view.alerts_off)
                     self._alerts.take_new_alerts(steps[:number])
                 for alert in self._alerts.take_new_alerts(steps[: number + 1]):
@@ -132,32 +129,29 @@ class EvaluationReporter(PlainReporter):
         super().__init__(paths, total_steps=1, sft_steps=0)
         self._sets = sets
         self._n_tasks: int | None = None
-        self._set_numbers = {one.number for one in sets}
-        self._told = -1
-        self._told_at = time.monotonic()
+        self._set_numbers = {item.number for item in sets}
+        self._done = -1
+        self._done_at = time.monotonic()
 
     def _count_tasks(self) -> int:
-        """Tasks that are played: a set may have fewer than the recipe's bound.
-
-        The bounds alone are known until the sets are in place.
-        """
+        """Count the tasks to play, at most the recipe's bounds; these bounds until all sets exist."""
         if self._n_tasks is None:
-            files = [self._paths.evaluation_tasks(one.name) for one in self._sets]
+            files = [self._paths.evaluation_tasks(item.name) for item in self._sets]
             if not all(file.exists() for file in files):
-                return sum(one.tasks for one in self._sets)
+                return sum(item.tasks for item in self._sets)
             self._n_tasks = sum(
-                min(one.tasks, count_materialized_rows(file))
-                for one, file in zip(self._sets, files, strict=True)
+                min(item.tasks, count_materialized_rows(file))
+                for item, file in zip(self._sets, files, strict=True)
             )
         return self._n_tasks
 
     def _refresh(self, stage: str) -> None:
         tickets = read_evaluated_tickets(self._paths, STEP_OF_LOADED_WEIGHTS)
-        done = sum(split_ticket_id(one.ticket_id)[0] in self._set_numbers for one in tickets)
-        is_late = time.monotonic() - self._told_at >= MAX_EVALUATION_SILENCE_S and done > self._told
+        done = sum(split_ticket_id(ticket.ticket_id)[0] in self._set_numbers for ticket in tickets)
+        is_late = time.monotonic() - self._done_at >= MAX_EVALUATION_SILENCE_S and done > self._done
         total = self._count_tasks()
-        if self._told < 0 or done >= self._told + max(1, total // N_EVALUATION_LINES) or is_late:
-            self._told, self._told_at = done, time.monotonic()
+        if self._done < 0 or done >= self._done + max(1, total // N_EVALUATION_LINES) or is_late:
+            self._done, self._done_at = done, time.monotonic()
             self.print_line(f"tasks    {done}/{total}")
 
 
@@ -174,7 +168,7 @@ class LiveReporter(PlainReporter):
         if stage == "sft":
             rows, total = self._view.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
-        # Steps of an earlier launch say nothing of how long this one still starts.
+        # Steps of an earlier launch do not show how long this one takes to start.
         left_s = estimate_remaining_s(rows, total) if stage == "sft" or self._has_trained else None
         head = Table.grid(padding=(0, 2))
         head.add_row(
@@ -190,7 +184,7 @@ class LiveReporter(PlainReporter):
         self._live.update(Group(head, *lines))
 
     def close(self) -> None:
-        """Remove the panel and print what the last look missed."""
+        """Print what is new since the last refresh, and remove the panel."""
         try:
             super().close()
         finally:  # else the terminal stays without a cursor

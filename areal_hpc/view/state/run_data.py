@@ -1,4 +1,4 @@
-"""`areal_hpc.open_run`: what a run has recorded, as columns of NumPy, for notebooks. Read-only."""
+"""`areal_hpc.open_run`: records of a run as columns of NumPy, for notebooks. Read-only."""
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ _TRAJECTORY_FIELDS = [name for name in TYPE_BY_FIELD if name not in ("note", "te
 
 
 class Columns(Mapping[str, Column]):
-    """Named columns of one length: numbers as float64, NaN where there is none, else objects."""
+    """Named columns of one length: numbers as float64 with NaN for none, others as objects."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> None:
         self._length = len(rows)
-        found = dict.fromkeys([*names, *(name for row in rows for name in row)])
-        self._columns = {name: _make_column([row.get(name) for row in rows]) for name in found}
+        fields = dict.fromkeys([*names, *(name for row in rows for name in row)])
+        self._columns = {name: _make_column([row.get(name) for row in rows]) for name in fields}
 
     def __getitem__(self, column_name: str) -> Column:
         return self._columns[column_name]
@@ -50,33 +50,33 @@ class Columns(Mapping[str, Column]):
         return self._length
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` of the columns; ImportError where pandas is not installed."""
+        """Return the columns as a `pandas.DataFrame`; ImportError if pandas is not installed."""
         return importlib.import_module("pandas").DataFrame(self._columns)
 
 
 def _make_column(values: Sequence[Any]) -> Column:
     if all(value is None or isinstance(value, int | float) for value in values):
-        return np.array([np.nan if one is None else one for one in values], dtype=np.float64)
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     column = np.empty(len(values), dtype=object)
-    for place, value in enumerate(values):  # lists of one length would be taken for a matrix
-        column[place] = value
+    for index, value in enumerate(values):  # NumPy would make a matrix of lists of one length
+        column[index] = value
     return column
 
 
 class RunData:
-    """A run's records, each read when it is first asked for and kept.
+    """Records of a run, each read at its first use and kept.
 
-    A run that goes on is seen as it was then; open it again to see more.
+    Records that a run adds later do not appear; open it again to see them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        """The run directory."""
+        """Run directory."""
         self._paths = RunPaths(path)
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """Its resolved recipe, by section."""
+        """Resolved recipe, by section."""
         return read_run_recipe(self._paths.recipe)
 
     @cached_property
@@ -86,22 +86,22 @@ class RunData:
 
     @cached_property
     def trajectories(self) -> Columns:
-        """A row per recorded trajectory: its place (`shard`, `row`), and what `--where` knows."""
+        """A row per recorded trajectory: `shard`, `row`, and the fields of `--where`."""
         with closing(RowIndex(self._paths, None)) as index:
             index.index_new_rows()
-            found = index.find_values(_TRAJECTORY_FIELDS)
+            rows = index.find_values(_TRAJECTORY_FIELDS)
         names = ("shard", "row", *_TRAJECTORY_FIELDS)
-        return Columns([dict(zip(names, one, strict=True)) for one in found], names)
+        return Columns([dict(zip(names, values, strict=True)) for values in rows], names)
 
     @cached_property
     def calls(self) -> Columns:
-        """A row per model call: the place of its trajectory, then the fields of its record."""
+        """A row per model call: shard and row of its trajectory, then fields of its record."""
         names = ("shard", "row", "call", "asked_at", "answered_at", "prompt_tokens", "reply_tokens")
         rows = [
             {
                 "shard": sealed.file,
                 "row": row,
-                "call": place,
+                "call": number,
                 "asked_at": call.asked_at,
                 "answered_at": call.answered_at,
                 "prompt_tokens": call.prompt_tokens,
@@ -114,7 +114,7 @@ class RunData:
             for row, record in enumerate(
                 ShardReader(self._paths.shards_dir / sealed.file).read_records()
             )
-            for place, call in enumerate(record.calls)
+            for number, call in enumerate(record.calls)
         ]
         return Columns(rows, names)
 
@@ -122,11 +122,11 @@ class RunData:
     def spans(self) -> Columns:
         """A row per span: process, node, lane, name, Unix times of the ledger's node, facts."""
         rows = [
-            {"process": one.name, "node": one.node, "lane": span.lane, "name": span.name}
+            {"process": process.name, "node": process.node, "lane": span.lane, "name": span.name}
             | {"begin": span.begin, "end": span.end}
             | span.facts
-            for one in read_spans(self._paths)
-            for span in one.spans
+            for process in read_spans(self._paths)
+            for span in process.spans
         ]
         return Columns(rows, ("process", "node", "lane", "name", "begin", "end"))
 
@@ -136,13 +136,13 @@ class RunData:
         table = self.trajectories
         rewards: dict[tuple[float, float], dict[float, list[float]]] = {}
         steps: dict[tuple[float, float], float] = {}
-        for at in np.flatnonzero(table["kind"] == "train"):
-            key = (table["ticket"][at], table["attempt"][at])
-            steps[key] = table["step"][at]
-            of_episode = rewards.setdefault(key, {}).setdefault(table["episode"][at], [])
-            of_episode.append(table["reward"][at])
-        # Rows of an episode differ where its agent gave rewards itself: it counts as their mean.
-        means = {key: [np.mean(rows) for rows in one.values()] for key, one in rewards.items()}
+        for index in np.flatnonzero(table["kind"] == "train"):
+            key = (table["ticket"][index], table["attempt"][index])
+            steps[key] = table["step"][index]
+            episode_rewards = rewards.setdefault(key, {}).setdefault(table["episode"][index], [])
+            episode_rewards.append(table["reward"][index])
+        # Rows of an episode differ if its agent set rewards: their mean is that of the episode.
+        means = {key: [np.mean(rows) for rows in group.values()] for key, group in rewards.items()}
         rows = [
             {
                 "step": steps[ticket, attempt],
@@ -159,7 +159,7 @@ class RunData:
 
     @cached_property
     def evaluations(self) -> Columns:
-        """A row per sample of an evaluated task: what it earned, and what it answered."""
+        """A row per sample of an evaluated task: its reward and its answer."""
         rows = [
             {
                 "step": result.step,
@@ -176,9 +176,9 @@ class RunData:
         return Columns(rows, ("step", "set", "task", "sample", "reward", "answer"))
 
     def read_trajectory(self, shard: str, row: int) -> TrajectoryRow:
-        """One trajectory with its tokens: ids, mask, log-probabilities and weight versions."""
-        (found,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
-        return found
+        """Read a trajectory with its token ids, mask, log-probabilities and weight versions."""
+        (trajectory,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
+        return trajectory
 
 
 def open_run(path: str | Path) -> RunData:

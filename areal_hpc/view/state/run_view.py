@@ -1,4 +1,4 @@
-"""The state of a run, in one object for `status`, `why`, `list`, pages, report and terminal."""
+"""State of a run, in one object for `status`, `why`, `list`, pages, report and terminal."""
 
 import json
 import math
@@ -55,7 +55,7 @@ MIN_QUERY_INTERVAL_S = 15.0
 @dataclass(frozen=True, slots=True)
 class LogTraceback:
     at: float | None
-    """Unix time of the last line before it that bears a time."""
+    """Unix time of the last line before it that has a time."""
     file: LogFile
     lines: tuple[str, ...]
 
@@ -76,18 +76,18 @@ class StepPace:
 
 @dataclass(frozen=True, slots=True)
 class HeldResources:
-    """What the jobs of a run hold, in GPUs; in nodes if they have none."""
+    """GPUs that the jobs of a run hold; nodes if they have no GPUs."""
 
     unit: str
     """`GPU` or `node`."""
     trainer: int
     cells: int
-    """All cells together."""
+    """Number that all cells hold together."""
     cell_count: int
 
 
 class RunView:
-    """A run as its files, Slurm and its ledger have it; each part is read when first asked for."""
+    """State of a run from its files, Slurm and its ledger; each part is read at its first use."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class RunView:
     ) -> None:
         self.paths = paths
         self.problem = problem
-        """Why the state of its jobs cannot be read."""
+        """Reason why the state of its jobs cannot be read; empty if it can."""
         self._queue = queue or QueuePoller()
         if jobs is not None:
             self.jobs = jobs
         self._stamps = self._read_stamps()
 
     def look_again(self) -> None:
-        """Forget what was read, but for rows of steps whose files have not changed."""
+        """Drop everything that was read, except rows of steps whose files have not changed."""
         stamps = self._read_stamps()
         kept = {"steps", "sft"} if stamps == self._stamps else set()
         self._stamps = stamps
@@ -114,12 +114,12 @@ class RunView:
                 del self.__dict__[name]
 
     def _read_stamps(self) -> list[tuple[int, ...]]:
-        """What tells that files of steps have changed, read before the files themselves."""
+        """Read stamps that differ after a change of step files; call it before reading those."""
         stamps: list[tuple[int, ...]] = []
         for path in (self.paths.metrics, self.paths.sft_metrics):
             with suppress(FileNotFoundError):
-                found = path.stat()
-                stamps.append((found.st_ino, found.st_size, found.st_mtime_ns))
+                stat = path.stat()
+                stamps.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
         return stamps
 
     @cached_property
@@ -150,7 +150,7 @@ class RunView:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Where the time of the last steps went."""
+        """Mean time of the last steps, with the share of each part of the system."""
         return measure_step_times(select_paced_rows(self.steps))
 
     @cached_property
@@ -168,45 +168,45 @@ class RunView:
 
     @cached_property
     def ledger(self) -> LedgerStatus | None:
-        """What the ledger says; None while it does not answer."""
-        # Two HTTP libraries, that most commands do not need.
+        """Status of the ledger; None while it does not answer."""
+        # Imported here: it loads two HTTP libraries that most commands do not need.
         from areal_hpc.rundir.service_client import ServiceClient
 
         paths, service = self.paths, rendezvous.LEDGER_SERVICE
         try:
             key = rendezvous.read_service_key(paths.service_key)
             client = ServiceClient(paths.rendezvous_dir, service, key, timeout_s=0.5)
-        except (OSError, RecipeError):  # damaged, or another user's, whose files may be read
+        except (OSError, RecipeError):  # damaged, or a key of another user
             return None
         try:
             return client.call("/status", Empty(), LedgerStatus)
         except (OSError, ClusterError):
-            return None  # starting, restarting or gone: the display shows what the files say
+            return None  # starting, restarting or gone: the display uses the files alone
         finally:
             client.close()
 
     @cached_property
     def launches(self) -> list[dict[str, Any]]:
-        """Entries of `provenance.json`, oldest first; none where it is missing or damaged."""
+        """Entries of `provenance.json`, oldest first; none if it is missing or damaged."""
         try:
-            found = json.loads(self.paths.provenance.read_bytes())["launches"]
+            entries = json.loads(self.paths.provenance.read_bytes())["launches"]
+            return [entry for entry in entries if isinstance(entry, dict)]
         except (OSError, ValueError, LookupError, TypeError):
             return []
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
     @property
     def launch_times(self) -> list[tuple[int, float]]:
         """Attempts with the Unix times of their launches, oldest first."""
         times = []
-        for one in self.launches:
+        for launch in self.launches:
             with suppress(ValueError, LookupError, TypeError):
-                at = datetime.fromisoformat(one["time"]).timestamp()
-                times.append((int(one.get("attempt", 0)), at))
+                launched_at = datetime.fromisoformat(launch["time"]).timestamp()
+                times.append((int(launch.get("attempt", 0)), launched_at))
         return times
 
     @property
     def last_launch_at(self) -> float:
-        """Unix time of the last `run` or `submit`; 0 if that was not written down."""
+        """Unix time of the last `run` or `submit`; 0 if it was not recorded."""
         return self.launch_times[-1][1] if self.launch_times else 0.0
 
     @cached_property
@@ -215,7 +215,7 @@ class RunView:
 
     @cached_property
     def events(self) -> Sequence[dict[str, Any]]:
-        """Recent ones since the last launch."""
+        """Recent events since the last launch."""
         since = self.last_launch_at
         return [event for event in self.recent_events if event["time"] >= since]
 
@@ -225,9 +225,9 @@ class RunView:
 
     @cached_property
     def alerts(self) -> Sequence[Alert]:
-        """What the run's metrics say of it by the rules of its recipe, failures first.
+        """Alerts by the rules of the recipe, failures first.
 
-        Before its first trained step, which agents that only fail never let it reach, events do.
+        Before the first trained step, which agents that always fail prevent, they rest on events.
         """
         off = self.alerts_off
         if any(row.get("episodes") for row in self.steps) or "failing_agents" in off:
@@ -237,7 +237,7 @@ class RunView:
 
     @property
     def alerts_off(self) -> list[str]:
-        """The rules that the recipe switches off; none where it cannot be read."""
+        """Rules that the recipe switches off; none if it cannot be read."""
         with suppress(RecipeError):
             off = get_recipe_value(self.recipe, "alerts.off")
             return off if isinstance(off, list) else []
@@ -249,15 +249,14 @@ class RunView:
 
     @cached_property
     def checkpoint(self) -> tuple[int, float] | None:
-        """Step of the newest checkpoint, and when it was written."""
-        found = list_checkpoints(
-            self.paths.checkpoints_dir, problems=[]
-        )  # audit names damaged ones
-        return (found[-1].state.step, found[-1].written_at) if found else None
+        """Step and Unix time of the newest checkpoint."""
+        # The audit reports damaged checkpoints.
+        checkpoints = list_checkpoints(self.paths.checkpoints_dir, problems=[])
+        return (checkpoints[-1].state.step, checkpoints[-1].written_at) if checkpoints else None
 
     @cached_property
     def held_resources(self) -> HeldResources | None:
-        """What the jobs hold, by the last launch of each; None if that cannot be read."""
+        """Resources of the jobs by the last launch of each; None if files cannot be read."""
         return _read_held_resources(
             self.paths, int(get_recipe_value(self.recipe, "inference.cells") or 1)
         )
@@ -276,7 +275,7 @@ class RunView:
 
     @cached_property
     def starts_in_accounting(self) -> Sequence[SlurmJobRecord]:
-        """Every start of every job that accounting knows, oldest first."""
+        """All starts of jobs in Slurm's accounting, oldest first."""
         return self._queue.read_accounting(self._submissions)
 
     @property
@@ -285,43 +284,43 @@ class RunView:
 
     @cached_property
     def task_exits(self) -> Sequence[TaskExitRecord]:
-        """The last words of tasks that ended since the last launch."""
+        """Exits of tasks that ended since the last launch."""
         since = self.last_launch_at
-        return [word for word in read_exit_records(self.jobs) if word.at >= since]
+        return [record for record in read_exit_records(self.jobs) if record.at >= since]
 
     @cached_property
     def tracebacks(self) -> Sequence[LogTraceback]:
-        """The last traceback of every log whose process died, the oldest first.
+        """Last traceback of every log whose process died, the oldest first.
 
-        When one rank fails, the collectives of the others break a moment later: the oldest is the
-        one to read.
+        If one rank fails, the collectives of the others break a moment later: the oldest
+        traceback shows the cause.
         """
         attempts = self.paths.list_attempts()
         exits = [row for row in self.events if row["event"] == "process_exited"]
         died = {(row["role"], row["process"]) for row in exits}
-        words = [word for word in self.task_exits if word.outcome.exit_code]
-        died |= {(word.job, word.outcome.process) for word in words}
+        failed = [record for record in self.task_exits if record.outcome.exit_code]
+        died |= {(record.job, record.outcome.process) for record in failed}
         if not attempts or not died:
             return []
-        found = []
+        stacks = []
         for file in list_log_files(self.paths, attempts[-1]):
             if (file.job_or_cell, re.sub(r"-\d+$", "", file.process)) in died:
                 text = read_tail_lines(file.path, LOG_TAIL_BYTES).decode(errors="replace")
                 if stack := find_last_traceback(file, text):
-                    found.append(stack)
-        return sorted(found, key=lambda one: (one.at is None, one.at or 0.0, one.file.path))
+                    stacks.append(stack)
+        return sorted(stacks, key=lambda item: (item.at is None, item.at or 0.0, item.file.path))
 
     @cached_property
     def slurm_lines(self) -> Sequence[tuple[str, str]]:
-        """(job, line): what Slurm itself wrote into the jobs' output."""
-        found: dict[tuple[Path, str], str] = {}
+        """Pairs of job and line, of what Slurm itself wrote into the jobs' output."""
+        job_by_line: dict[tuple[Path, str], str] = {}
         for submission in self._submissions.values():
             for path in find_slurm_output_files(submission):
                 text = read_tail_lines(path, LOG_TAIL_BYTES).decode(errors="replace")
                 for line in text.splitlines():
                     if is_slurm_error_line(line) or "oom-kill" in line:
-                        found[path, line] = submission.job
-        return [(job, line) for (_, line), job in found.items()]
+                        job_by_line[path, line] = submission.job
+        return [(job, line) for (_, line), job in job_by_line.items()]
 
     @cached_property
     def excluded_nodes(self) -> Sequence[dict[str, Any]]:
@@ -335,16 +334,16 @@ class RunView:
 
 
 def view_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[RunView]:
-    """Views of runs; Slurm is asked once for the jobs of all, and of all their owners."""
+    """Return views of runs, after one query of Slurm for their jobs and one for each owner."""
     ids: list[str] = []
     for paths in runs:
-        with suppress(ArealError, OSError):  # its state says why
+        with suppress(ArealError, OSError):  # reported below
             ids += () if paths.finished_marker.exists() else list_recorded_job_ids(paths)
     snapshot = queue.poll_for_display(ids)
     queued: list[SlurmJobRecord] = []
     if not snapshot.outage:
         owners = {paths.root.stat().st_uid for paths in runs if paths.root.exists()}
-        with suppress(ClusterError):  # silent, or commands without a cluster
+        with suppress(ClusterError):  # no answer, or no cluster
             queued = [job for owner in owners for job in query_squeue_of_user(owner)]
     views = []
     for paths in runs:
@@ -358,7 +357,7 @@ def view_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[RunView]:
 
 
 class RunViewer:
-    """Views of runs for pages that are asked for again and again."""
+    """Cache of views of runs, for pages that browsers request repeatedly."""
 
     def __init__(self) -> None:
         self._queue = QueuePoller()
@@ -366,17 +365,17 @@ class RunViewer:
         self._known: dict[tuple[tuple[Path, bool], ...], tuple[float, list[RunView]]] = {}
 
     def view(self, runs: Sequence[RunPaths]) -> list[RunView]:
-        """Views of runs, whose jobs are asked for when a run has ended and after 15 seconds."""
+        """Return views of runs; query Slurm again when a run has ended, and after 15 seconds."""
         key = tuple((run.root, run.finished_marker.exists()) for run in runs)
         with self._lock:
-            asked_at, known = self._known.get(key, (-math.inf, []))
-            if time.monotonic() - asked_at > max(MIN_QUERY_INTERVAL_S, self._queue.pause_s):
-                known = view_runs(runs, self._queue)
-                self._known[key] = time.monotonic(), known
-        # Their files are read anew.
+            queried_at, views = self._known.get(key, (-math.inf, []))
+            if time.monotonic() - queried_at > max(MIN_QUERY_INTERVAL_S, self._queue.pause_s):
+                views = view_runs(runs, self._queue)
+                self._known[key] = time.monotonic(), views
+        # New views read the files again.
         return [
-            RunView(one.paths, self._queue, None if one.problem else one.jobs, one.problem)
-            for one in known
+            RunView(view.paths, self._queue, None if view.problem else view.jobs, view.problem)
+            for view in views
         ]
 
 
@@ -400,9 +399,9 @@ def find_early_alert(events: Sequence[dict[str, Any]]) -> Alert | None:
 
 
 def _count_good_ends(events: Sequence[dict[str, Any]]) -> int:
-    """Episodes that ended well since a driver's first failed try, by the counts that it tells.
+    """Count the episodes without failure since a driver's first failed try, by its own counts.
 
-    Held-out episodes before it say nothing of the tasks that are trained on.
+    Held-out episodes before that try do not count: they show nothing about training tasks.
     """
     first: dict[str, int] = {}
     newest: dict[str, int] = {}
@@ -428,7 +427,7 @@ def _read_held_resources(paths: RunPaths, cell_count: int) -> HeldResources | No
                 trainer_gpus, trainer_nodes = spec.tasks * spec.gpus_per_task, _count_nodes(job)
             elif rendezvous.is_training_cell_job(spec.name):
                 cells[spec.name] = (spec.tasks * spec.gpus_per_task, _count_nodes(job))
-    except (OSError, ValueError, msgspec.DecodeError):  # another user's, or of another version
+    except (OSError, ValueError, msgspec.DecodeError):  # of another user, or of another version
         return None
     cell_gpus, cell_nodes = (sum(held) for held in zip((0, 0), *cells.values(), strict=True))
     if trainer_gpus + cell_gpus:
@@ -438,8 +437,8 @@ def _read_held_resources(paths: RunPaths, cell_count: int) -> HeldResources | No
 
 def _count_nodes(job: JobPaths) -> int:
     text = job.script.read_text() if job.script.exists() else ""
-    found = re.search(r"^#SBATCH --nodes=(\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else 1
+    match = re.search(r"^#SBATCH --nodes=(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 1
 
 
 def read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
@@ -451,14 +450,14 @@ def read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
 
 
 def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
-    """The last traceback in a piece of a log; of chained ones the first, which is the cause."""
+    """Return the last traceback in a piece of a log; of chained ones the first, the cause."""
     for record in reversed(parse_log_records(text)):
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
             lines = record.lines[begins[0] :]
             # The first line that is not indented is the error.
             end = next(
-                (at for at, line in enumerate(lines) if at and line and line[0] not in " \t|+"),
+                (i for i, line in enumerate(lines) if i and line and line[0] not in " \t|+"),
                 len(lines),
             )
             written_at = None
@@ -474,11 +473,11 @@ def find_slurm_output_files(submission: Submission) -> list[Path]:
         return []
     job_id, _, member = submission.job_id.partition("_")
     words = {"%j": submission.job_id, "%A": job_id, "%a": member or "*", "%t": "*", "%N": "*"}
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for pattern in re.findall(r"--(?:output|error)[= ]('[^']*'|\S+)", script.read_text()):
         name = pattern.strip("'\"")
         for word, value in words.items():
             name = name.replace(word, value)
         if name.startswith("/"):
-            found |= set(Path(name).parent.glob(Path(name).name))
-    return sorted(path for path in found if path.is_file())
+            paths |= set(Path(name).parent.glob(Path(name).name))
+    return sorted(path for path in paths if path.is_file())

@@ -1,4 +1,4 @@
-"""Progress of a run, the summary of a finished one, and several runs compared."""
+"""Text about runs: progress of one, summary of a finished one, comparison of several."""
 
 import shlex
 import time
@@ -77,14 +77,14 @@ def format_run_progress(view: RunView) -> list[str]:
             lines.append(f"  agent's sandbox   {isolation}")
     if view.held_resources is not None and view.steps:
         lines += [
-            f"  idle              {one}"
-            for one in describe_idle_time(view.steps, view.held_resources)
+            f"  idle              {text}"
+            for text in describe_idle_time(view.steps, view.held_resources)
         ]
     missing_s = measure_cell_wait_s(view.recent_events, now)
     if missing_s is not None and not view.paths.finished_marker.exists():
         lines.append(f"  idle              no cell has been there for {format_duration(missing_s)}")
     batches = describe_quarantined_batches(view.paths)
-    return [*lines, *(f"  quarantined       {one}" for one in batches)]
+    return [*lines, *(f"  quarantined       {batch}" for batch in batches)]
 
 
 def describe_idle_time(rows: Sequence[Mapping[str, Any]], held: HeldResources) -> list[str]:
@@ -106,8 +106,8 @@ def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
 
 
 def measure_cell_wait_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
-    """Seconds for which the trainer has waited for any cell; None if it does not wait. Pure."""
-    waits = [one for one in events if one.get("event") in (NO_CELL_EVENT, CELL_FOUND_EVENT)]
+    """Return the seconds that the trainer has waited for any cell; None if it does not wait."""
+    waits = [row for row in events if row.get("event") in (NO_CELL_EVENT, CELL_FOUND_EVENT)]
     if not waits or waits[-1]["event"] == CELL_FOUND_EVENT:
         return None
     return float(now - waits[-1].get("time", now) + waits[-1].get("waited_s", 0.0))
@@ -115,30 +115,30 @@ def measure_cell_wait_s(events: Sequence[Mapping[str, Any]], now: float) -> floa
 
 def describe_quarantined_batches(paths: RunPaths) -> list[str]:
     try:
-        held = read_quarantined_batches(paths)
+        batches = read_quarantined_batches(paths)
     except ShardError as error:
         return [error.problems[0].message]
     except OSError as error:
         return [f"cannot be read: {error.strerror}"]
-    if not held:
+    if not batches:
         return []
-    steps = ", ".join(str(step) for step in sorted(held))
+    steps = ", ".join(str(step) for step in sorted(batches))
     hint = f"areal-hpc audit {shlex.quote(str(paths.root))} says why"
-    return [f"batch{'es' if len(held) > 1 else ''} {steps}; {hint}"]
+    return [f"batch{'es' if len(batches) > 1 else ''} {steps}; {hint}"]
 
 
 def summarize_run(view: RunView, program: str) -> str:
-    """Start and end reward, speed, exactness, and where everything lies.
+    """Summarize rewards, speed, exactness, and paths of results.
 
-    `program` is how the reader calls this command line, in shell words.
+    `program` is the user's command for `areal-hpc`, in shell words.
     """
     paths, trained = view.paths, view.trained_rows
     if not trained:
         return f"nothing trained yet in {paths.root}"
     last = trained[-1]
-    root, here = paths.root, Path.cwd()
-    if root.is_relative_to(here):
-        root = root.relative_to(here)
+    root, working_dir = paths.root, Path.cwd()
+    if root.is_relative_to(working_dir):
+        root = root.relative_to(working_dir)
     shown_as = RunPaths(root)
     seconds = sum(row.get("time/step_s") or 0.0 for row in trained)
     compared = [row for row in trained if row.get("logprob/compared_tokens")]
@@ -208,7 +208,7 @@ MAX_VALUE_CHARS = 40
 def compare_runs(
     runs: Sequence[RunPaths], queue: QueuePoller, *, shows_all_keys: bool = False
 ) -> list[str]:
-    """A table of runs, then their jobs that Slurm has and nobody recorded.
+    """Return a table of runs, then their jobs in Slurm that no file records.
 
     The first `MAX_SHOWN_KEYS` recipe keys that differ are columns, or all of them. A run that
     cannot be read is named below the table. Values that may be secrets are compared, and not shown.
@@ -222,7 +222,7 @@ def compare_runs(
             notes.append(f"left out: {view.paths.root}: {error}")
     differing = label_differing_keys([view.recipe for view in views])
     if not shows_all_keys:
-        usual_first = sorted(differing, key=lambda one: rank_section(one[0]))
+        usual_first = sorted(differing, key=lambda item: rank_section(item[0]))
         differing, left_out = usual_first[:MAX_SHOWN_KEYS], usual_first[MAX_SHOWN_KEYS:]
         if left_out:
             notes.append(f"{len(left_out)} more recipe keys differ: --all")
@@ -257,15 +257,15 @@ def _list_values(view: RunView, keys: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def label_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The keys whose values differ among resolved recipes, with the shortest name that tells.
+    """Return the keys whose values differ among resolved recipes, with their shortest clear names.
 
-    Those of which nothing can be read, as another user's, take no part.
+    Recipes that cannot be read, as another user's, are left out.
     """
     flat = list(filter(None, map(flatten_keys, recipes)))
     keys = sorted(
         key
-        for key in {key for one in flat for key in one}
-        if key not in RUN_NAME_KEYS and len({repr(one.get(key)) for one in flat}) > 1
+        for key in {key for recipe in flat for key in recipe}
+        if key not in RUN_NAME_KEYS and len({repr(recipe.get(key)) for recipe in flat}) > 1
     )
     lasts = [key.rpartition(".")[2] for key in keys]
     return [
