@@ -1,1 +1,1 @@
-"""The dashboard: runs of a file root as pages of a browser, read from their files alone."""
+"""Dashboard: runs of a file root as pages of a browser, read from their files alone."""

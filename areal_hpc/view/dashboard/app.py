@@ -1,7 +1,7 @@
-"""ASGI application of the dashboard and its server: the page, its data as JSON, news as they come.
+"""ASGI application of the dashboard and its server: the page, its data as JSON, change events.
 
-Everything lies below a secret path. Runs are chosen by their names among those that were found, so
-no request names a file; what agents wrote goes out as JSON alone and is put into the page as text.
+Every path begins with a secret. A request names a run among those in the folder, and never a file.
+Text that agents wrote is sent as JSON only, and the page inserts it as text.
 """
 
 import asyncio
@@ -58,12 +58,12 @@ RESPONSE_HEADERS = {
 }
 MAX_ROWS_PER_PAGE = 500
 POLL_S = 1.0
-"""Between two looks at the files of a run whose page is open."""
+"""Seconds between two polls of the files of a run whose page is open."""
 RUNS_POLL_S = 10.0
-"""The same for the page of all runs, of which there may be hundreds."""
+"""Seconds between two polls for the page of all runs, of which there may be hundreds."""
 PING_INTERVAL_S = 15.0
 END_CHECK_INTERVAL_S = 0.25
-"""Between two looks at whether the server ends."""
+"""Seconds between two checks for the end of the server."""
 
 JsonObject = dict[str, Any]
 Query = Mapping[str, str]
@@ -128,13 +128,13 @@ def read_static_file(file_name: str) -> bytes:
 
 
 class DashboardApp:
-    """The pages of all runs at a place: a file root, an experiment's directory, or one run."""
+    """Pages of the runs of a file root or an experiment's directory, or of one run."""
 
     def __init__(self, dir_with_runs: Path, secret: str, cache_dir: Path) -> None:
-        self._place, self._secret, self._cache_dir = dir_with_runs, secret, cache_dir
+        self._dir_with_runs, self._secret, self._cache_dir = dir_with_runs, secret, cache_dir
         self._viewer = RunViewer()
         self.is_ending: Callable[[], bool] = lambda: False
-        """Asked by streams of news, which otherwise have no end."""
+        """Condition that ends the streams of change events."""
         self._indexes: dict[Path, RowIndex] = {}
         self._lock = threading.Lock()
         self._pages: dict[str, Callable[[Query], Any]] = {
@@ -146,7 +146,6 @@ class DashboardApp:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
@@ -174,21 +173,22 @@ class DashboardApp:
         if page is None:
             return Response("there is no such page", 404)
         try:
-            found = await run_in_threadpool(page, request.query_params)
-        except Exception as error:  # boundary: the page says it; files may hold anything
-            of_run = f"{name} of {request.query_params.get('run', 'all runs')} in {self._place}"
+            data = await run_in_threadpool(page, request.query_params)
+        except Exception as error:  # boundary: the page shows it; files may hold anything
+            run_name = request.query_params.get("run", "all runs")
+            title = f"{name} of {run_name} in {self._dir_with_runs}"
             status_code = 400 if isinstance(error, ArealError) else 500
             return _build_json_response(
-                {"error": run_pages.explain_page_error(of_run, error)}, status_code
+                {"error": run_pages.explain_page_error(title, error)}, status_code
             )
-        return _build_json_response(found)
+        return _build_json_response(data)
 
     def _find_run(self, query: Query) -> RunPaths:
         name = query.get("run", "")
-        for run in list_runs(self._place):
+        for run in list_runs(self._dir_with_runs):
             if run.run_name == name:
                 return run
-        raise RecipeError(f"there is no run {name[:100]!r} in {self._place}", key="run")
+        raise RecipeError(f"there is no run {name[:100]!r} in {self._dir_with_runs}", key="run")
 
     def _open_refreshed_index(self, run: RunPaths) -> RowIndex:
         with self._lock:
@@ -199,9 +199,9 @@ class DashboardApp:
         return index
 
     def _list_runs(self, query: Query) -> JsonObject:
-        runs = [run for run in list_runs(self._place) if run.root.is_dir()]
+        runs = [run for run in list_runs(self._dir_with_runs) if run.root.is_dir()]
         return {
-            "place": str(self._place),
+            "place": str(self._dir_with_runs),
             "runs": [run_pages.describe_run(view) for view in self._viewer.view(runs)],
         }
 
@@ -215,16 +215,16 @@ class DashboardApp:
 
     async def _stream_change_events(self, request: Request) -> Response:
         if "run" not in request.query_params:
-            look: Callable[[], Any] = partial(_fingerprint_runs, self._place)
+            fingerprint: Callable[[], Any] = partial(_fingerprint_runs, self._dir_with_runs)
             poll_s = RUNS_POLL_S
         else:
             try:
                 run = await run_in_threadpool(self._find_run, request.query_params)
             except ArealError as error:
                 return _build_json_response({"error": str(error)}, 400)
-            look, poll_s = partial(_fingerprint_run_files, run), POLL_S
+            fingerprint, poll_s = partial(_fingerprint_run_files, run), POLL_S
         return StreamingResponse(
-            _stream_changes(look, poll_s, self.is_ending), media_type="text/event-stream"
+            _stream_changes(fingerprint, poll_s, self.is_ending), media_type="text/event-stream"
         )
 
 
@@ -283,7 +283,7 @@ def _build_json_response(content: Any, status_code: int = 200) -> Response:
 
 
 def encode_browser_json(content: Any) -> bytes:
-    """JSON that every browser reads: numbers that are none become null."""
+    """Encode JSON that every browser reads: NaN and infinities become null."""
     try:
         return json.dumps(content, allow_nan=False, separators=(",", ":"), default=str).encode()
     except ValueError:
@@ -311,7 +311,7 @@ def serve_dashboard(
 ) -> None:
     cache_dir = get_cache_dir()
     listener = _listen(cache_dir, port)
-    # New at each start: whoever listened here in between may have heard the last one.
+    # New at each start: another program on this port may have received the last one meanwhile.
     secret = secrets.token_urlsafe(24)
     host, own_port = socket.gethostname(), listener.getsockname()[1]
     app = DashboardApp(dir_with_runs, secret, cache_dir)

@@ -1,4 +1,4 @@
-"""What the page about a run's evaluations shows: each set over steps, and each task's rewards."""
+"""Data of the page about a run's evaluations: each set over steps, and each task's rewards."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,8 +34,8 @@ def build_evaluation_sets_page(paths: RunPaths) -> JsonObject:
         for number, name in enumerate(_order_names(configs))
     }
     sets = []
-    for name, found in results.items():
-        shown = found[-MAX_SHOWN_EVALUATIONS:]
+    for name, results_of_set in results.items():
+        shown = results_of_set[-MAX_SHOWN_EVALUATIONS:]
         further = _describe_further_metrics(shown, configs.get(name, {}))
         sets.append(_describe_set(name, shown, first_tickets.get(name)) | {"further": further})
     return {"sets": sets, "problem": "; ".join(problems)}
@@ -44,18 +44,18 @@ def build_evaluation_sets_page(paths: RunPaths) -> JsonObject:
 def _describe_set(
     set_name: str, results: Sequence[EvaluationResult], first_ticket: int | None
 ) -> JsonObject:
-    estimates = [estimate_mean(one.rewards) for one in results]
+    estimates = [estimate_mean(result.rewards) for result in results]
     return {
         "name": set_name,
         "tasks": results[-1].n_tasks,
         "samples": len(results[-1].list_sample_rewards()[0]),
         "first_ticket": first_ticket,
-        "steps": [one.step for one in results],
-        "mean": [one.value for one in estimates],
-        "low": [one.low for one in estimates],
-        "high": [one.high for one in estimates],
-        "failures": [len(one.failures) for one in results],
-        "rewards": [one.rewards for one in results],
+        "steps": [result.step for result in results],
+        "mean": [estimate.value for estimate in estimates],
+        "low": [estimate.low for estimate in estimates],
+        "high": [estimate.high for estimate in estimates],
+        "failures": [len(result.failures) for result in results],
+        "rewards": [result.rewards for result in results],
         "compared": _compare_last_with_first(results[0], results[-1]),
     }
 
@@ -63,24 +63,26 @@ def _describe_set(
 def _describe_further_metrics(
     results: Sequence[EvaluationResult], config: Mapping[str, Any]
 ) -> list[JsonObject]:
-    metrics = [one for one in config.get("metrics") or () if one != "avg@k"]
+    metrics = [metric for metric in config.get("metrics") or () if metric != "avg@k"]
     pass_reward = config.get("pass_reward", DEFAULT_PASS_REWARD)
-    found: dict[str, JsonObject] = {}
-    for place, result in enumerate(results if metrics else ()):
+    columns_by_name: dict[str, JsonObject] = {}
+    keys = ("mean", "low", "high")
+    for index, result in enumerate(results if metrics else ()):
         samples = SetSamples(result.list_sample_rewards(), result.answers)
-        for name, one in estimate_metrics(samples, metrics, pass_reward).items():
+        for name, estimate in estimate_metrics(samples, metrics, pass_reward).items():
             if not name.startswith("avg@"):
-                empty = {key: [None] * len(results) for key in ("mean", "low", "high")}
-                columns = found.setdefault(name, {"name": name, **empty})
-                for key, value in (("mean", one.value), ("low", one.low), ("high", one.high)):
-                    columns[key][place] = value
-    return list(found.values())
+                empty = {key: [None] * len(results) for key in keys}
+                columns = columns_by_name.setdefault(name, {"name": name, **empty})
+                numbers = (estimate.value, estimate.low, estimate.high)
+                for key, value in zip(keys, numbers, strict=True):
+                    columns[key][index] = value
+    return list(columns_by_name.values())
 
 
 def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) -> JsonObject | None:
-    """The last evaluation against the first one of the same tasks; None without two such.
+    """Compare the last evaluation with the first, if both have the same tasks; else None.
 
-    So few tasks that they can show nothing have no interval.
+    The interval is infinite if there are too few tasks to show a difference.
     """
     if first is last or first.n_tasks != last.n_tasks:
         return None
@@ -98,9 +100,9 @@ def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) ->
 
 
 def list_set_names(paths: RunPaths, problems: list[str]) -> list[str]:
-    """The evaluation sets of a run by their numbers; `valid` alone if its recipe has no other.
+    """Return the evaluation sets of a run by number; only `valid` if its recipe has no other.
 
-    A damaged recipe is told in `problems`: what else there is of the run is shown all the same.
+    A damaged recipe is added to `problems`, and the rest of the run is shown all the same.
     """
     return _order_names(_read_set_configs(paths, problems))
 
@@ -110,7 +112,7 @@ def _order_names(names: Iterable[str]) -> list[str]:
 
 
 def _read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
-    """The section `evaluation.sets` of a run's recipe; what is wrong with it in `problems`."""
+    """Read the section `evaluation.sets` of a run's recipe; errors are added to `problems`."""
     if not paths.recipe.exists():
         return {}
     try:
@@ -124,11 +126,11 @@ def _read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
         key = "evaluation.sets" if isinstance(section, dict) else "evaluation"
         problems.append(f"{key} of the run's recipe: expected keys and values, got {sets!r:.100}")
         return {}
-    return {str(name): one if isinstance(one, dict) else {} for name, one in sets.items()}
+    return {str(name): config if isinstance(config, dict) else {} for name, config in sets.items()}
 
 
 def label_evaluation_rows(rows: Sequence[JsonObject], names: Sequence[str]) -> None:
-    """Put into evaluation rows what their set is called and which of its tasks they played."""
+    """Add to evaluation rows the name of their set and the number of their task in it."""
     for row in rows:
         if row["kind"] == RowKind.EVALUATION.label:
             number, task = split_ticket_id(row["ticket"])

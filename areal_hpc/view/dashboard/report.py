@@ -28,17 +28,17 @@ from areal_hpc.view.state.run_view import RunView, view_runs
 from areal_hpc.view.transcripts.row_index import RowIndex
 
 MAX_ROWS = 500
-"""Conversations of all runs together."""
+"""Number of conversations of all runs together."""
 MAX_CONVERSATION_BYTES = 24 << 20
-"""Of all runs together: a browser reads the whole file at once."""
+"""Size of the conversations of all runs together: a browser reads the whole file at once."""
 
 JsonObject = dict[str, Any]
 
 
 def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
-    """Write the pages of runs into a new file of its owner alone; how many conversations it has.
+    """Write the pages of runs into a new private file, and return its number of conversations.
 
-    A page that cannot be made says why.
+    A page that cannot be made shows the reason.
     """
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")
@@ -48,7 +48,7 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
     limits = MAX_ROWS // len(runs), MAX_CONVERSATION_BYTES // len(runs)
     for view in view_runs(runs, QueuePoller()):
         run = view.paths
-        # Several may have one name.
+        # Several runs may have one name.
         name = run.run_name if names.count(run.run_name) == 1 else str(run.root)
         listed.append(run_pages.describe_run(view) | {"name": name})
         with closing(RowIndex(run, cache_dir)) as index:
@@ -56,7 +56,7 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
             pages[name] = _describe_pages(view, index) | _describe_rows(run, index, *limits)
     content = {"list": {"place": "", "runs": listed}, "runs": pages}
     write_atomic_private(out, _render_html(encode_browser_json(content).decode()).encode())
-    return sum(len(one["trajectories"]) for one in pages.values())
+    return sum(len(page["trajectories"]) for page in pages.values())
 
 
 def _describe_pages(view: RunView, index: RowIndex) -> JsonObject:
@@ -93,12 +93,12 @@ def _describe_rows(run: RunPaths, index: RowIndex, max_rows: int, max_bytes: int
 def _describe_page(page: str, key: str, describe: Callable[[], Any]) -> Any:
     try:
         return describe()
-    except Exception as error:  # boundary: the page says it, and the others are written
+    except Exception as error:  # boundary: the page shows it, and the others are written
         return {key: run_pages.explain_page_error(page, error)}
 
 
 def _render_html(data: str) -> str:
-    """The page with its style, scripts and data in it; it may run and load nothing else."""
+    """Return the page with its style, scripts and data in it; it may run and load nothing else."""
     html = read_static_file("index.html").decode()
     names = re.findall(r'<script src="(.+)"></script>\n', html)
     script = "\n".join(read_static_file(name).decode() for name in names)
@@ -108,7 +108,7 @@ def _render_html(data: str) -> str:
         f"script-src '{_hash_source(script)}'; style-src '{_hash_source(style)}'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    # No text can end the element of the data: JSON has no need of the sign itself.
+    # Escaped in JSON, so that no text can end the element of the data.
     data = data.replace("<", "\\u003c")
     html = html.replace('<link rel="stylesheet" href="style.css">', head)
     before, after = re.split(r'(?:<script src=".+"></script>\n)+', html)

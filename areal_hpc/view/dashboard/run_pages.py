@@ -1,4 +1,4 @@
-"""What each page about a run shows, as JSON objects made from the run's files alone."""
+"""Data of each page about a run, as JSON objects made from the run's files alone."""
 
 import json
 import logging
@@ -71,22 +71,22 @@ _NUMBER_TYPE_BY_FIELD = (
     ("ratios", "<f2"),
 )
 _logged: set[tuple[str, str]] = set()
-"""Pages with their errors: a page that is open is asked for again and again."""
+"""Pages with the errors that were logged: browsers request an open page repeatedly."""
 JsonObject = dict[str, Any]
 
 
 def explain_page_error(page: str, error: Exception) -> str:
-    """The reason for the reader; a traceback that nobody foresaw is logged once for a `page`."""
+    """Return the reason for the reader; log an unexpected error's traceback once for a `page`."""
     if isinstance(error, ArealError):
         return str(error)
     if isinstance(error, OSError | sqlite3.Error):
         return f"cannot be read: {error}"
     kind = type(error).__name__
-    told = f"{kind}: {error}"
-    if (page, told) not in _logged:
-        _logged.add((page, told))
+    reason = f"{kind}: {error}"
+    if (page, reason) not in _logged:
+        _logged.add((page, reason))
         log.warning("%s cannot be shown", page, exc_info=error)
-    return f"the run's files are damaged, or of another version of areal-hpc ({told})"
+    return f"the run's files are damaged, or of another version of areal-hpc ({reason})"
 
 
 def describe_run(view: RunView) -> JsonObject:
@@ -100,14 +100,14 @@ def describe_run(view: RunView) -> JsonObject:
 
 def _describe_run_progress(view: RunView) -> JsonObject:
     trained, size = view.trained_rows, view.held_resources
-    steps_s = sum(one.get("time/step_s") or 0.0 for one in trained)
+    steps_s = sum(row.get("time/step_s") or 0.0 for row in trained)
     return {
         "hours": size and steps_s / 3600 * (size.trainer + size.cells),
         "hours_of": f"{size.unit}-hours" if size else "",
         "step": view.step,
         "total_steps": view.total_steps,
-        "reward": [one["reward/mean"] for one in trained],
-        "reward_steps": [one["step"] for one in trained],
+        "reward": [row["reward/mean"] for row in trained],
+        "reward_steps": [row["step"] for row in trained],
         "held_out": view.evaluations[-1][1] if view.evaluations else None,
         "step_s": trained[-1].get("time/step_s") if trained else None,
         "failures": len(view.failure_alerts),
@@ -125,8 +125,8 @@ def describe_run_overview(view: RunView) -> JsonObject:
             line.strip() for line in (*format_run_progress(view), *describe_evaluations(view))
         ],
         "alerts": [
-            {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
-            for one in view.alerts
+            {"level": alert.level, "rule": alert.rule, "message": alert.message, "hint": alert.hint}
+            for alert in view.alerts
         ],
         "steps": rows,
         "sft": view.sft,
@@ -155,8 +155,8 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
             if list_numbers(rows, name)
         },
         "catalogue": {
-            name: {"unit": one.unit if one else "", "meaning": one.meaning if one else ""}
-            for name, one in known.items()
+            name: {"unit": entry.unit if entry else "", "meaning": entry.meaning if entry else ""}
+            for name, entry in known.items()
         },
         "restarts": list_restart_steps(rows),
     }
@@ -166,10 +166,10 @@ def describe_trajectory(
     paths: RunPaths, index: RowIndex, shard: str, row: int, set_names: Sequence[str]
 ) -> JsonObject:
     related = index.select_related_rows(shard, row)
-    found = _describe_recorded_row(paths, shard, row) | related
-    label_evaluation_rows([found, *related["group"], *related["task_rows"]], set_names)
-    fields = _read_task_fields(paths, found)
-    return found | {"annotation": _describe_annotation(paths, found), "task_fields": fields}
+    described = _describe_recorded_row(paths, shard, row) | related
+    label_evaluation_rows([described, *related["group"], *related["task_rows"]], set_names)
+    fields = _read_task_fields(paths, described)
+    return described | {"annotation": _describe_annotation(paths, described), "task_fields": fields}
 
 
 def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
@@ -185,7 +185,7 @@ def _describe_recorded_row(paths: RunPaths, shard: str, row: int) -> JsonObject:
         "row": row,
         **describe_row(trajectory),
         "ignored": trajectory.record.ignored,
-        "messages": [_describe_message(one) for one in list_shown_messages(trajectory)],
+        "messages": [_describe_message(message) for message in list_shown_messages(trajectory)],
         "tools": list(trajectory.tool_schemas.values()),
         "tokens": _describe_tokens(trajectory, _load_tokenizer(paths)),
     }
@@ -197,7 +197,7 @@ def _read_task_fields(paths: RunPaths, row: JsonObject) -> dict[str, str]:
         file, index = paths.evaluation_tasks(row["set"]), row["set_task"]
     try:
         task = TaskSet.read(file)[index]
-    except (OSError, RecipeError):  # it was moved, or is of a program of the user's
+    except (OSError, RecipeError):  # moved, or generated by a program of the user
         return {}
     return {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -231,15 +231,16 @@ def _describe_call(call: CallRecord) -> JsonObject:
 
 def _describe_tokens(row: TrajectoryRow, tokenizer: Tokenizer | None) -> JsonObject:
     ids = row.input_ids_T.tolist()
-    versions = {one: str(WeightVersion.unpack(one)) for one in set(row.versions_T.tolist()) - {-1}}
+    packed_versions = row.versions_T.tolist()
+    versions = {packed: str(WeightVersion.unpack(packed)) for packed in {*packed_versions} - {-1}}
     return {
         "ids": ids,
-        "texts": [*tokenizer.decode_batch([[one] for one in ids], skip_special_tokens=False)]
+        "texts": [*tokenizer.decode_batch([[id_] for id_ in ids], skip_special_tokens=False)]
         if tokenizer
         else None,
-        "logprobs": [round(one, 5) for one in row.logprobs_T.tolist()],
+        "logprobs": [round(logprob, 5) for logprob in row.logprobs_T.tolist()],
         "mask": row.loss_mask_T.tolist(),
-        "versions": [versions.get(one) for one in row.versions_T.tolist()],
+        "versions": [versions.get(packed) for packed in packed_versions],
     }
 
 
@@ -267,10 +268,7 @@ def parse_row_name(row_name: str) -> tuple[str, int]:
 
 
 def _describe_annotation(paths: RunPaths, row_description: Mapping[str, Any]) -> JsonObject | None:
-    """The annotation of a row that is described with its step.
-
-    None for a row that no batch has had, or that was not annotated.
-    """
+    """Describe the annotation of a row; None if no batch had the row or it has no annotation."""
     step, shard, row = (row_description[name] for name in ("step", "shard", "row"))
     if step is None:
         return None
@@ -281,26 +279,26 @@ def _describe_annotation(paths: RunPaths, row_description: Mapping[str, Any]) ->
 
 
 def build_token_columns(annotation: RowAnnotation, mask: Sequence[int]) -> JsonObject:
-    """An annotation as columns of the row's tokens: null where nothing is known. Pure."""
-    places = np.flatnonzero(np.asarray(mask) == 1)
+    """Return an annotation as columns of the row's tokens: null for tokens without values. Pure."""
+    positions = np.flatnonzero(np.asarray(mask) == 1)
     columns: JsonObject = {
-        name: _scatter_to_token_places(
-            np.frombuffer(getattr(annotation, name), kind), places, len(mask)
+        name: _scatter_to_tokens(
+            np.frombuffer(getattr(annotation, name), kind), positions, len(mask)
         )
         for name, kind in _NUMBER_TYPE_BY_FIELD
     }
-    codes = _scatter_to_token_places(np.frombuffer(annotation.reasons, np.uint8), places, len(mask))
-    columns["reasons"] = [UNTRAINED_TOKEN_REASONS[int(one)] if one else "" for one in codes]
+    codes = _scatter_to_tokens(np.frombuffer(annotation.reasons, np.uint8), positions, len(mask))
+    columns["reasons"] = [UNTRAINED_TOKEN_REASONS[int(code)] if code else "" for code in codes]
     return {"outcome": annotation.outcome, "advantage": annotation.advantage, **columns}
 
 
-def _scatter_to_token_places(
-    values: npt.NDArray[Any], places: npt.NDArray[np.int64], size: int
+def _scatter_to_tokens(
+    values: npt.NDArray[Any], positions: npt.NDArray[np.int64], size: int
 ) -> list[float | None]:
     column: list[float | None] = [None] * size
-    if len(values) == len(places):  # a row that was left out has none
-        for place, value in zip(places.tolist(), values.astype(float).tolist(), strict=True):
-            column[place] = round(value, 5) if math.isfinite(value) else None
+    if len(values) == len(positions):  # a row that was left out has no values
+        for position, value in zip(positions.tolist(), values.astype(float).tolist(), strict=True):
+            column[position] = round(value, 5) if math.isfinite(value) else None
     return column
 
 
@@ -317,12 +315,12 @@ def describe_summary(view: RunView) -> JsonObject:
             for answer in (explain_slow_run(paths), diagnose_collapse(paths))
         ],
         "events": count_unusual_events(read_all_events(paths.events), MAX_SHOWN_EVENTS),
-        "launches": [list(_describe_launch(one)) for one in view.launches],
+        "launches": [list(_describe_launch(launch)) for launch in view.launches],
     }
 
 
 def describe_answer(answer: Answer) -> JsonObject:
-    findings = [{"text": one.text, "page": one.page} for one in answer.findings]
+    findings = [{"text": finding.text, "page": finding.page} for finding in answer.findings]
     return {"headline": answer.headline, "findings": findings, "hints": answer.hints}
 
 
@@ -333,7 +331,7 @@ def _describe_audit(paths: RunPaths) -> Iterator[str]:
         yield f"not audited: {error}"
         return
     yield audit.summary_line
-    yield from (f"problem: {one}" for one in audit.problems[:5])
+    yield from (f"problem: {problem}" for problem in audit.problems[:5])
     if audit.untrained:
         count = len(audit.untrained)
         yield f"{count} parts of batches were not trained: areal-hpc audit lists them"
@@ -350,8 +348,8 @@ def _list_facts(view: RunView) -> Iterator[tuple[str, str]]:
         yield "time of steps", format_duration(steps_s)
     limits = Counter(limit for row in rows if (limit := find_step_bottleneck(row)) is not None)
     if limits:
-        told = ", ".join(f"{count} by {limit}" for limit, count in limits.most_common())
-        yield "steps limited", told
+        text = ", ".join(f"{count} by {limit}" for limit, count in limits.most_common())
+        yield "steps limited", text
     yield "restarts of the trainer survived", str(len(list_restart_steps(rows)))
     if (tokens := sum(list_numbers(rows, "tokens/trained"))) and steps_s:
         speed = compute_trained_tokens_per_s(rows)
@@ -380,5 +378,6 @@ def _describe_launch(launch: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, environment in (launch.get("environments") or {}).items():
         if isinstance(environment, dict):
             packages = (environment.get("packages") or {}).items()
-            told = [f"Python {environment.get('python')}", *(f"{one} {at}" for one, at in packages)]
-            yield f"{name} environment", ", ".join(told)
+            versions = [f"{package} {version}" for package, version in packages]
+            text = ", ".join([f"Python {environment.get('python')}", *versions])
+            yield f"{name} environment", text

@@ -1,4 +1,4 @@
-"""What the page of a run's timeline shows: lanes of its processes, drawn as fine as a screen is."""
+"""Data of the page of a run's timeline: lanes of its processes, as fine as a screen shows them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ JsonObject = dict[str, Any]
 
 
 def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
-    """The timeline between `from` and `to` (Unix seconds), or of the last steps."""
+    """Describe the timeline between `from` and `to` (Unix seconds), or of the last steps."""
     rows = select_timed_rows(read_metrics(paths.metrics), 0, math.inf)
     begin, end = _choose_time_window(paths, rows, query)
     inside = [
@@ -78,7 +78,7 @@ def _choose_time_window(
     if last:
         begin = last[0]["unix_time_s"] - last[0]["time/step_s"]
         end = last[-1]["unix_time_s"]
-    else:  # a run that begins
+    else:  # no step has ended yet
         begin, end = find_span_bounds(paths)
     begin, end = _parse_time(query, "from", begin), _parse_time(query, "to", end)
     if math.isnan(begin) or math.isnan(end):
@@ -101,33 +101,34 @@ def _parse_time(query: Mapping[str, str], key: str, default: float) -> float:
 
 
 def describe_processes(timeline: Timeline) -> list[JsonObject]:
-    found: dict[tuple[str, str], JsonObject] = {}
-    for one in timeline.processes:  # a start each
-        process = found.setdefault(
-            (one.name, one.node),
-            {"process": one.name, "node": one.node, "shares": [], "lanes": []},
+    shown: dict[tuple[str, str], JsonObject] = {}
+    for start in timeline.processes:
+        process = shown.setdefault(
+            (start.name, start.node),
+            {"process": start.name, "node": start.node, "shares": [], "lanes": []},
         )
-        for lane, spans in list_lanes(one):
+        for lane, spans in list_lanes(start):
             if not lane:
                 process["shares"] = compute_time_shares(spans, timeline.begin, timeline.end)
-            process["lanes"] += _describe_lanes(one.name, lane, spans, timeline.begin, timeline.end)
-    return sorted(found.values(), key=lambda one: not one["process"].startswith(TRAINER_PROCESS))
+            lanes = _describe_lanes(start.name, lane, spans, timeline.begin, timeline.end)
+            process["lanes"] += lanes
+    return sorted(shown.values(), key=lambda item: not item["process"].startswith(TRAINER_PROCESS))
 
 
 def compute_time_shares(
     spans: Sequence[Span], from_time: float, to_time: float
 ) -> list[tuple[str, float]]:
-    shares: dict[str, float] = dict.fromkeys((one.name for one in spans), 0.0)
-    for one in spans:
-        inside = min(one.end, to_time) - max(one.begin, from_time)
-        shares[one.name] += max(0.0, inside) / (to_time - from_time)
-    return sorted(((name, one) for name, one in shares.items() if one > 0), key=lambda one: -one[1])
+    shares: dict[str, float] = dict.fromkeys((span.name for span in spans), 0.0)
+    for span in spans:
+        inside = min(span.end, to_time) - max(span.begin, from_time)
+        shares[span.name] += max(0.0, inside) / (to_time - from_time)
+    return sorted((item for item in shares.items() if item[1] > 0), key=lambda item: -item[1])
 
 
 def _describe_lanes(
     process: str, lane: str, spans: Sequence[Span], from_time: float, to_time: float
 ) -> Iterator[JsonObject]:
-    shown = [one for one in spans if one.end >= from_time and one.begin <= to_time]
+    shown = [span for span in spans if span.end >= from_time and span.begin <= to_time]
     if is_lane_of_calls(process, lane):
         counts = average_spans_by_bin(shown, from_time, to_time)
         yield {"title": f"calls at {lane}", "most": max(counts, default=0), "counts": counts}
@@ -135,9 +136,9 @@ def _describe_lanes(
     lanes = assign_lanes(shown)
     opened = max(lanes, default=-1) + 1
     for number in range(min(opened, MAX_LANES_PER_TRACK)):
-        own = [one for one, its in zip(shown, lanes, strict=True) if its == number]
+        lane_spans = [span for span, index in zip(shown, lanes, strict=True) if index == number]
         title = "" if number else lane or "states"
-        yield {"title": title, "slices": describe_slices(own, from_time, to_time)}
+        yield {"title": title, "slices": describe_slices(lane_spans, from_time, to_time)}
     if opened > MAX_LANES_PER_TRACK:
         yield {"title": f"and {opened - MAX_LANES_PER_TRACK} more at once", "slices": []}
 
@@ -145,52 +146,52 @@ def _describe_lanes(
 def describe_slices(
     spans: Sequence[Span], from_time: float, to_time: float
 ) -> list[tuple[float, float, str, JsonObject]]:
-    """Begin, end (seconds from `from_time`), name and facts of spans that do not overlap. Pure.
+    """Return begin, end (seconds from `from_time`), name and facts of spans without overlaps. Pure.
 
-    Neighbors too short to be told apart are one, whose facts say how many they are.
+    Neighbors that are too short to be seen apart become one, whose facts have their number.
     """
     width_s = (to_time - from_time) / MAX_SLICES_ACROSS_WIDTH
-    found: list[tuple[float, float, str, JsonObject]] = []
-    for one in sorted(spans, key=lambda one: one.begin):
-        first, last = one.begin - from_time, one.end - from_time
-        if found and last - found[-1][0] < width_s:
-            earlier = found[-1]
+    slices: list[tuple[float, float, str, JsonObject]] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        first, last = span.begin - from_time, span.end - from_time
+        if slices and last - slices[-1][0] < width_s:
+            earlier = slices[-1]
             count = earlier[3].get("slices", 1) + 1
-            name = earlier[2] if earlier[2] == one.name else "several"
-            found[-1] = (earlier[0], last, name, {"slices": count})
+            name = earlier[2] if earlier[2] == span.name else "several"
+            slices[-1] = (earlier[0], last, name, {"slices": count})
         else:
-            found.append((round(first, 5), round(last, 5), one.name, dict(one.facts)))
-    return found
+            slices.append((round(first, 5), round(last, 5), span.name, dict(span.facts)))
+    return slices
 
 
 def average_spans_by_bin(spans: Sequence[Span], from_time: float, to_time: float) -> list[float]:
     width_s = (to_time - from_time) / BIN_COUNT
     sums = [0.0] * BIN_COUNT
     before, count = from_time, 0
-    for at, later in [*iterate_counts_under_way(spans), (to_time, 0)]:
-        at = min(max(at, from_time), to_time)
-        first, last = int((before - from_time) / width_s), int((at - from_time) / width_s)
-        for place in range(first, min(last, BIN_COUNT - 1) + 1) if count else ():
-            low, high = from_time + place * width_s, from_time + (place + 1) * width_s
-            sums[place] += count * max(0.0, min(high, at) - max(low, before))
-        before, count = at, later
-    return [round(one / width_s, 2) for one in sums]
+    for time, later in [*iterate_counts_under_way(spans), (to_time, 0)]:
+        time = min(max(time, from_time), to_time)
+        first, last = int((before - from_time) / width_s), int((time - from_time) / width_s)
+        for index in range(first, min(last, BIN_COUNT - 1) + 1) if count else ():
+            low, high = from_time + index * width_s, from_time + (index + 1) * width_s
+            sums[index] += count * max(0.0, min(high, time) - max(low, before))
+        before, count = time, later
+    return [round(total / width_s, 2) for total in sums]
 
 
 def list_longest_spans(timeline: Timeline) -> list[JsonObject]:
-    found = [(process, one) for process in timeline.processes for one in process.spans if one.lane]
-    found.sort(key=lambda one: one[1].begin - one[1].end)
+    pairs = [(start, span) for start in timeline.processes for span in start.spans if span.lane]
+    pairs.sort(key=lambda item: item[1].begin - item[1].end)
     return [
         {
-            "name": one.name,
-            "process": process.name,
-            "lane": one.lane,
-            "seconds": one.end - one.begin,
-            "begin": one.begin,
-            "end": one.end,
-            "facts": one.facts,
+            "name": span.name,
+            "process": start.name,
+            "lane": span.lane,
+            "seconds": span.end - span.begin,
+            "begin": span.begin,
+            "end": span.end,
+            "facts": span.facts,
         }
-        for process, one in found[:MAX_LONGEST_SLICES]
+        for start, span in pairs[:MAX_LONGEST_SLICES]
     ]
 
 

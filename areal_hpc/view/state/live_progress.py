@@ -134,7 +134,7 @@ class EvaluationReporter(PlainReporter):
         self._done_at = time.monotonic()
 
     def _count_tasks(self) -> int:
-        """Count the tasks to play, at most the recipe's bounds; these bounds until all sets exist."""
+        """Count the tasks to play, at most the recipe's bounds; the bounds until all sets exist."""
         if self._n_tasks is None:
             files = [self._paths.evaluation_tasks(item.name) for item in self._sets]
             if not all(file.exists() for file in files):

@@ -1,8 +1,8 @@
 """Files of recorded rows for other programs: JSON lines, Parquet, conversations for SFT, ATIF.
 
 In ATIF 1.8, the Agent Trajectory Interchange Format of Harbor, a row becomes one trajectory: its
-messages are the steps, results of tools stand with the step that called them, and replies that the
-row trains or holds carry token ids and log-probabilities. Replies that a client brought along, or
+messages are the steps, results of tools are part of the step that called them, and replies that the
+row trains or holds have token ids and log-probabilities. Replies that a client brought along, or
 that an earlier row of the episode has already, are copied context.
 """
 
@@ -58,9 +58,9 @@ def build_atif_trajectory(
         },
         "steps": steps,
         "final_metrics": {
-            "total_prompt_tokens": sum(one["prompt_tokens"] for one in metrics),
-            "total_completion_tokens": sum(one["completion_tokens"] for one in metrics),
-            "total_cached_tokens": sum(one["cached_tokens"] for one in metrics),
+            "total_prompt_tokens": sum(reply["prompt_tokens"] for reply in metrics),
+            "total_completion_tokens": sum(reply["completion_tokens"] for reply in metrics),
+            "total_cached_tokens": sum(reply["cached_tokens"] for reply in metrics),
             "total_steps": len(steps),
             "extra": {"reward": row.reward},
         },
@@ -82,7 +82,7 @@ def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
     calls = dict(locate_calls(row.record.calls))
     steps: list[JsonObject] = []
     messages = row.meta.get("messages")
-    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):  # an agent may put anything there
             continue
         if message.get("role") in ("tool", "function") and steps:
@@ -92,7 +92,7 @@ def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
         step = {"step_id": len(steps) + 1, "source": source}
         step["message"] = extract_text(message.get("content"))
         if source == "agent":
-            step |= _build_reply_fields(message, calls.get(place), row)
+            step |= _build_reply_fields(message, calls.get(index), row)
         steps.append(step)
     return steps
 
@@ -103,8 +103,8 @@ def _build_reply_fields(
     facts: JsonObject = {}
     if reasoning := message.get("reasoning_content"):
         facts["reasoning_content"] = extract_text(reasoning)
-    if called := get_raw_tool_calls(message):
-        facts["tool_calls"] = [_build_tool_call(one, at) for at, one in enumerate(called)]
+    if raw_calls := get_raw_tool_calls(message):
+        facts["tool_calls"] = [_build_tool_call(raw, index) for index, raw in enumerate(raw_calls)]
     if call is None:
         return facts | {"is_copied_context": True}
     if call.answered_at:
@@ -134,26 +134,26 @@ def _build_tool_call(raw_call: object, call_index: int) -> JsonObject:
     call = raw_call if isinstance(raw_call, dict) else {}
     named = call.get("function")
     function = named if isinstance(named, dict) else {"arguments": raw_call}
-    said = function.get("arguments")
+    raw_arguments = function.get("arguments")
     try:
-        arguments = json.loads(said) if isinstance(said, str) else said
+        arguments = json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
     except ValueError:
         arguments = None
     if function is not named:
         arguments = None
-    made = {
+    tool_call = {
         "tool_call_id": str(call.get("id") or f"call-{call_index}"),
         "function_name": str(function.get("name") or "?"),
     }
     if isinstance(arguments, dict):
-        return made | {"arguments": arguments}
-    return made | {"arguments": {}, "extra": {"arguments": said}}
+        return tool_call | {"arguments": arguments}
+    return tool_call | {"arguments": {}, "extra": {"arguments": raw_arguments}}
 
 
 def _add_observation(step: JsonObject, message: JsonObject) -> None:
     result: JsonObject = {"content": extract_text(message.get("content"))}
     call_id = message.get("tool_call_id")
-    if call_id in [one["tool_call_id"] for one in step.get("tool_calls", ())]:
+    if call_id in [call["tool_call_id"] for call in step.get("tool_calls", ())]:
         result["source_call_id"] = call_id
     elif call_id is not None:
         result["extra"] = {"tool_call_id": call_id}
@@ -178,7 +178,7 @@ def export_rows(
     paths: RunPaths,
     report_row: Callable[[int], None],
 ) -> ExportReport:
-    """Write rows to a file, which is there whole or not at all; `report_row` hears of each row."""
+    """Write rows to a file, completely or not at all; `report_row` receives the count of rows."""
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or move that one")
     build = _choose_row_builder(file_format, paths)
@@ -186,18 +186,18 @@ def export_rows(
 
     def build_all() -> Iterator[JsonObject]:
         for number, row in enumerate(rows, 1):
-            made = build(row)
-            counts["left_out" if made is None else "written"] += 1
-            if made is not None:
-                yield made
+            built = build(row)
+            counts["left_out" if built is None else "written"] += 1
+            if built is not None:
+                yield built
             report_row(number)
 
-    # As private as what the rows hold.
+    # The file is as private as the rows are.
     with open_temporary_beside(out, mode=0o600) as stream:
         if file_format == "parquet":
             _write_parquet(stream, build_all())
         else:
-            stream.writelines(msgspec.json.encode(one) + b"\n" for one in build_all())
+            stream.writelines(msgspec.json.encode(record) + b"\n" for record in build_all())
     Path(stream.name).rename(out)
     fsync_path(out.parent)
     return ExportReport(**counts)
@@ -211,8 +211,8 @@ def _choose_row_builder(
     if file_format == "atif":
         recipe = read_run_recipe(paths.recipe) if paths.recipe.exists() else {}
         agent = get_recipe_value(recipe, "rollout.workflow") or "agent"
-        named = (get_recipe_value(recipe, f"model.{key}") for key in ("hub", "path"))
-        name = str(next(filter(None, named), "policy"))
+        names = (get_recipe_value(recipe, f"model.{key}") for key in ("hub", "path"))
+        name = str(next(filter(None, names), "policy"))
         return lambda row: build_atif_trajectory(row, str(agent), f"areal_hpc {__version__}", name)
     return _build_full_record
 
@@ -245,7 +245,7 @@ def _build_full_record(found_row: FoundRow) -> JsonObject:
 
 
 def _write_parquet(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:
-    """Columns of numbers and texts; what has no fixed shape is JSON text."""
+    """Write columns of numbers and texts; values without a fixed shape become JSON text."""
     try:
         import pyarrow as pa
         from pyarrow.parquet import ParquetWriter
@@ -268,7 +268,7 @@ def _write_parquet(stream: IO[bytes], objects: Iterator[JsonObject]) -> None:
     with ParquetWriter(stream, schema, compression="zstd") as writer:
         while group := list(islice(objects, _ROWS_PER_PARQUET_GROUP)):
             encoded = [
-                one | {name: msgspec.json.encode(one[name]).decode() for name in as_json}
-                for one in group
+                row | {name: msgspec.json.encode(row[name]).decode() for name in as_json}
+                for row in group
             ]
             writer.write_table(pa.Table.from_pylist(encoded, schema))

@@ -1,4 +1,4 @@
-"""Messages of recorded rows: which there are, what they say, and which model call each is of."""
+"""Messages of recorded rows: their texts, their tool calls, and the model call of each reply."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,12 @@ Message = dict[str, Any]
 
 def get_messages(row: TrajectoryRow) -> list[Message]:
     messages = row.meta.get("messages", [])
-    return [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
+    candidates = messages if isinstance(messages, list) else []
+    return [message for message in candidates if isinstance(message, dict)]
 
 
 def describe_row(row: TrajectoryRow) -> dict[str, Any]:
-    """What is recorded of a row beside its messages, calls and tokens."""
+    """Return what is recorded of a row beside its messages, calls and tokens."""
     record = row.record
     return {
         "kind": row.kind.label,
@@ -36,11 +37,11 @@ def describe_row(row: TrajectoryRow) -> dict[str, Any]:
 
 
 def locate_calls(calls: Sequence[CallRecord]) -> Iterator[tuple[int, CallRecord]]:
-    """Each call with the place of its reply among the row's messages."""
-    place = -1
+    """Yield each call with the index of its reply among the row's messages."""
+    index = -1
     for call in calls:
-        place += call.new_messages + 1
-        yield place, call
+        index += call.new_messages + 1
+        yield index, call
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class ShownMessage:
     text: str
     reasoning: str
     tool_calls: tuple[str, ...]
-    """Each as `name(arguments)`."""
+    """Tool calls as `name(arguments)`."""
     call: CallRecord | None
-    """The model call that this is the reply of."""
+    """Model call whose reply this is."""
 
     @property
     def title(self) -> str:
@@ -68,19 +69,19 @@ def list_shown_messages(row: TrajectoryRow) -> list[ShownMessage]:
             text=extract_text(message.get("content")),
             reasoning=extract_text(message.get("reasoning_content")),
             tool_calls=tuple(map(_format_tool_call, get_raw_tool_calls(message))),
-            call=calls.get(place),
+            call=calls.get(index),
         )
-        for place, message in enumerate(get_messages(row))
+        for index, message in enumerate(get_messages(row))
     ]
 
 
 def get_raw_tool_calls(message: Message) -> list[Any]:
-    called = message.get("tool_calls")
-    return called if isinstance(called, list) else [called] if called else []
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else [calls] if calls else []
 
 
 def list_tool_schemas(row: TrajectoryRow) -> list[Any]:
-    """The tools that calls of a row could call, each once, whichever of the calls had them."""
+    """Return the tools that calls of a row could call, each once, whichever calls had them."""
     offered = [
         tool
         for schemas in row.tool_schemas.values()
@@ -91,7 +92,7 @@ def list_tool_schemas(row: TrajectoryRow) -> list[Any]:
 
 def _format_tool_call(raw_call: object) -> str:
     function = raw_call.get("function") if isinstance(raw_call, dict) else None
-    if not isinstance(function, dict):  # an agent may send any
+    if not isinstance(function, dict):  # an agent may send any type
         return extract_text(raw_call)
     return f"{function.get('name')}({extract_text(function.get('arguments'))})"
 
@@ -107,10 +108,10 @@ def list_call_facts(call: CallRecord) -> list[str]:
 
 
 def extract_text(content: object) -> str:
-    """The text of a message's content, or of arguments; parts of other kinds by their type."""
+    """Return the text of a message's content, or of arguments; name other parts by their type."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
-        parts = [one for one in content if isinstance(one, dict)]
-        return "\n".join(str(one.get("text") or f"[{one.get('type')}]") for one in parts)
+        parts = [part for part in content if isinstance(part, dict)]
+        return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
     return msgspec.json.encode(content).decode()

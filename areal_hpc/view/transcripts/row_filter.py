@@ -1,8 +1,8 @@
 """Filters of recorded rows (`--where`), as conditions of SQLite.
 
-Comparisons `FIELD SIGN VALUE`, joined by `and`, `or`, `not` and parentheses as in SQL. A value is a
-number, a word, or a text in quotes. `~` asks whether a text contains another one, without regard to
-case. A field that a row lacks compares as unequal to everything.
+A filter is comparisons `FIELD SIGN VALUE`, joined by `and`, `or`, `not` and parentheses as in SQL.
+A value is a number, a word, or a text in quotes. `~` holds if a text contains another one, without
+regard to case. A field that a row lacks compares as unequal to everything.
 """
 
 import re
@@ -14,7 +14,7 @@ from areal_hpc.errors import RecipeError
 
 SqlValue = float | str
 NAMED_PREFIXES = ("part.", "metric.")
-"""Of parts and metrics of rewards, whose names agents choose."""
+"""Prefixes of fields for parts and metrics of rewards, whose names agents choose."""
 TYPE_BY_FIELD: dict[str, type[float] | type[str]] = {
     "kind": str,
     "step": float,
@@ -44,9 +44,9 @@ _SQL_OPERATOR_BY_SIGN = {"!=": "IS NOT", "==": "="}
 
 class SqlCondition(NamedTuple):
     sql: str
-    """0 or 1 for every row."""
+    """Expression that is 0 or 1 for every row."""
     values: list[SqlValue]
-    """In the places of its `?`."""
+    """Values for each `?`, in their order."""
 
 
 def get_field_type(field: str) -> type[float] | type[str] | None:
@@ -54,7 +54,7 @@ def get_field_type(field: str) -> type[float] | type[str] | None:
 
 
 def get_column_sql(field: str) -> tuple[str, list[str]]:
-    """The value of a field as SQL, and the values in the places of its `?`."""
+    """Return the SQL of a field's value, and the values for each `?` in it."""
     if get_field_type(field) is None:
         hint = f"sort by one of {', '.join(FIELD_NAMES_FOR_HELP)}"
         raise RecipeError(f"there is no field {field!r}", key="--sort", hint=hint)
@@ -71,7 +71,7 @@ def compile_filter(text: str) -> SqlCondition:
     if len(text) > MAX_EXPRESSION_CHARS:
         length = f"expected at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}"
         raise _build_filter_error(length, text)
-    parts = _COMPARISON_PATTERN.split(text)  # with the three groups of each after what is before it
+    parts = _COMPARISON_PATTERN.split(text)  # joining text, field, sign, value, ...
     joining, comparisons = parts[::4], zip(parts[1::4], parts[2::4], parts[3::4], strict=True)
     if wrong := _JOINING_PATTERN.sub("", "".join(joining)):
         raise _build_filter_error(f"{wrong[:20]!r} is no comparison of a field with a value", text)
@@ -80,7 +80,7 @@ def compile_filter(text: str) -> SqlCondition:
         compiled = _compile_comparison(*comparison, text)
         sql += f" ({compiled.sql}) {after}"
         values += compiled.values
-    try:  # SQLite knows how they may be joined
+    try:  # SQLite checks how they are joined
         with closing(sqlite3.connect(":memory:")) as database:
             database.execute("EXPLAIN SELECT " + " (1) ".join(joining))
     except sqlite3.Error as error:

@@ -1,6 +1,6 @@
-"""SQLite index of a run's recorded rows, kept in the user's cache: tables and filters ask it.
+"""SQLite index of a run's recorded rows, kept in the user's cache, for tables and filters.
 
-It holds what shards and manifests say of each row, so it may be removed at any time.
+All of its content comes from shards and manifests, so it may be removed at any time.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ CREATE INDEX rows_of_task ON rows (task, kind);
 PRAGMA user_version = {TABLES_VERSION};
 COMMIT;
 """
-"""Made in one transaction: another process of the same user may open the index as well."""
+"""One transaction, as another process of the same user may open the index as well."""
 _LISTED_SQL = ", ".join(_LISTED_COLUMNS)
 _INSERT_ROW_SQL = f"INSERT INTO rows VALUES (:id, {', '.join(f':{name}' for name in _COLUMNS)})"
 
@@ -74,10 +74,10 @@ class RowPage:
 
 
 class RowIndex:
-    """The rows of one run, kept in `folder`. Safe to use from several threads.
+    """Index of the rows of one run, kept in `folder`. Safe to use from several threads.
 
-    Without a folder it lies in a temporary file of SQLite's, has texts of any length, and damage of
-    a shard is an error: who asks once wants all rows.
+    Without a folder it is a temporary file of SQLite, has texts of any length, and raises an error
+    for a damaged shard: a command that runs once needs all rows.
     """
 
     def __init__(self, paths: RunPaths, folder: Path | None) -> None:
@@ -98,33 +98,32 @@ class RowIndex:
             self._database.close()
 
     def index_new_rows(self) -> int:
-        """Take in shards and batches that are new; how many rows came."""
+        """Add shards and batches that are new, and return the number of new rows."""
         with self._lock:
-            self._problems = {}  # what failed is tried again
+            self._problems = {}  # shards that failed are read again
             sealed = read_index(self._paths.shard_index_dir)
             known = dict(self._database.execute("SELECT file, digest FROM shards"))
-            if known.keys() - {one.file for one in sealed} or any(
-                known.get(one.file, one.digest) != one.digest for one in sealed
-            ):  # another run stands at this path now
+            if known.keys() - {shard.file for shard in sealed} or any(
+                known.get(shard.file, shard.digest) != shard.digest for shard in sealed
+            ):  # another run is at this path now
                 self._database.executescript(_RECREATE_TABLES_SQL)
                 known = {}
             added = sum(
-                self._index_shard_rows(self._paths.shards_dir / one.file, one.digest)
-                for one in sealed
-                if one.file not in known
+                self._index_shard_rows(self._paths.shards_dir / shard.file, shard.digest)
+                for shard in sealed
+                if shard.file not in known
             )
             self._index_new_batches(has_new_rows=added > 0)
             return added
 
     def index_file(self, path: Path) -> None:
-        """Take in one shard, wherever it lies."""
         with self._lock:
             self._index_shard_rows(path, "")
             self._index_new_batches(has_new_rows=True)
 
     def list_read_problems(self) -> list[str]:
         with self._lock:
-            return [f"{place}: {why}" for place, why in self._problems.items()]
+            return [f"{source}: {problem}" for source, problem in self._problems.items()]
 
     def find_page(
         self,
@@ -135,7 +134,7 @@ class RowIndex:
         offset: int,
         count: int,
     ) -> RowPage:
-        """A page of the rows that match an expression of `areal-hpc shards show --where`."""
+        """Return a page of the rows that match an expression of `areal-hpc shards show --where`."""
         condition, values = _compile_row_filter(row_filter)
         order, order_values = _compile_order(sort_column, "DESC" if descending else "ASC")
         query = f"SELECT id FROM rows WHERE {condition} ORDER BY {order}"
@@ -157,7 +156,7 @@ class RowIndex:
         ticket_id: int | None = None,
         sort_descending_by: str = "",
     ) -> list[tuple[Any, ...]]:
-        """Shard, row and fields of the rows that match, as recorded or by a field."""
+        """Return shard, row and fields of the rows that match, as recorded or sorted by a field."""
         condition, values = _compile_row_filter(row_filter)
         if ticket_id is not None:
             condition = f"({condition}) AND ticket = ? AND eval_step < 0"
@@ -174,12 +173,12 @@ class RowIndex:
             ).fetchall()
 
     def select_sample_rows(self, count: int) -> list[JsonObject]:
-        """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
+        """Select rows of a whole run: failed, held-out, and groups of up to eight steps."""
         steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
         with self._lock:
-            found = [step for (step,) in self._database.execute(steps)]
-            places = {place * (len(found) - 1) // 7 for place in range(8)} if found else set()
-            chosen = [found[place] for place in sorted(places)]
+            trained = [step for (step,) in self._database.execute(steps)]
+            indices = {i * (len(trained) - 1) // 7 for i in range(8)} if trained else set()
+            chosen = [trained[index] for index in sorted(indices)]
             rows = self._select_as_dicts(
                 f"SELECT {_LISTED_SQL} FROM rows WHERE kind = 'failed' ORDER BY id DESC LIMIT ?",
                 (count // 10,),
@@ -198,31 +197,31 @@ class RowIndex:
             return rows
 
     def select_related_rows(self, shard: str, row: int) -> JsonObject:
-        """A row's step, the episodes of its group, and the rows of its task at other times."""
+        """Return a row's step, the episodes of its group, and rows of its task at other times."""
         with self._lock:
-            found = self._select_as_dicts(
+            matches = self._select_as_dicts(
                 "SELECT * FROM rows WHERE shard = ? AND row = ?", (shard, row)
             )
-            if not found:
+            if not matches:
                 raise RecipeError(f"{shard} has no indexed row {row}", key="row")
-            (one,) = found
+            (origin,) = matches
             group = self._select_as_dicts(
                 f"SELECT {_LISTED_SQL} FROM rows WHERE ticket = ? AND attempt = ? "
                 "AND eval_step = ? ORDER BY episode, row LIMIT 200",
-                (one["ticket"], one["attempt"], one["eval_step"]),
+                (origin["ticket"], origin["attempt"], origin["eval_step"]),
             )
-            # Evaluation sets count their tasks alike, and each ticket is a task of one set.
+            # Evaluation sets number their tasks alike; a ticket id stands for a task of one set.
             same, number = (
-                ("ticket = ? AND eval_step >= 0", one["ticket"])
-                if one["eval_step"] >= 0
-                else ("task = ? AND eval_step < 0", one["task"])
+                ("ticket = ? AND eval_step >= 0", origin["ticket"])
+                if origin["eval_step"] >= 0
+                else ("task = ? AND eval_step < 0", origin["task"])
             )
             task = self._select_as_dicts(
                 f"SELECT {_LISTED_SQL} FROM rows WHERE {same} AND kind = ? "
                 "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
-                (number, one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
+                (number, origin["kind"], origin["ticket"], origin["attempt"], origin["eval_step"]),
             )
-            return {"step": one["step"], "group": group, "task_rows": task}
+            return {"step": origin["step"], "group": group, "task_rows": task}
 
     def count_failure_causes(self) -> list[JsonObject]:
         query = (
@@ -247,20 +246,20 @@ class RowIndex:
                 raise
             self._problems[file] = str(error)
             return 0
-        own = "SELECT id FROM rows WHERE shard = ?"
+        ids_of_shard = "SELECT id FROM rows WHERE shard = ?"
         with self._database:
-            # Another process may have had it first. Writing begins here: ids are ours from now on.
-            self._database.execute(f"DELETE FROM texts WHERE id IN ({own})", (file,))
+            # Another process may have added it first. This write locks the ids chosen below.
+            self._database.execute(f"DELETE FROM texts WHERE id IN ({ids_of_shard})", (file,))
             self._database.execute("DELETE FROM rows WHERE shard = ?", (file,))
             (last,) = self._database.execute("SELECT MAX(id) FROM rows").fetchone()
             ids = range(first := (last or 0) + 1, first + len(values))
             self._database.executemany(
                 _INSERT_ROW_SQL,
-                [{"id": one, **row} for one, (row, _) in zip(ids, values, strict=True)],
+                [{"id": id_, **row} for id_, (row, _) in zip(ids, values, strict=True)],
             )
             self._database.executemany(
                 "INSERT INTO texts VALUES (?, ?)",
-                [(one, text) for one, (_, text) in zip(ids, values, strict=True)],
+                [(id_, text) for id_, (_, text) in zip(ids, values, strict=True)],
             )
             self._database.execute("INSERT OR REPLACE INTO shards VALUES (?, ?)", (file, digest))
         return len(values)
@@ -278,15 +277,15 @@ class RowIndex:
             with self._database:
                 self._database.executemany(
                     "INSERT OR REPLACE INTO tickets VALUES (?, ?, ?)",
-                    [(one.ref.ticket_id, one.ref.attempt, step) for one in tickets],
+                    [(ticket.ref.ticket_id, ticket.ref.attempt, step) for ticket in tickets],
                 )
                 self._database.execute("INSERT OR IGNORE INTO batches VALUES (?)", (step,))
             has_new_rows = True
         if has_new_rows:
             with self._database:
                 self._database.execute(
-                    "UPDATE rows SET step = (SELECT one.step FROM tickets AS one WHERE "
-                    "one.ticket = rows.ticket AND one.attempt = rows.attempt) "
+                    "UPDATE rows SET step = (SELECT trained.step FROM tickets AS trained WHERE "
+                    "trained.ticket = rows.ticket AND trained.attempt = rows.attempt) "
                     "WHERE kind = 'train' AND step IS NULL"
                 )
 
@@ -297,7 +296,7 @@ def get_cache_dir() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that nobody else may read or change."""
+    """Make a folder that no other user may read or change."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -313,7 +312,7 @@ def _compile_row_filter(row_filter: str) -> SqlCondition:
 
 
 def _compile_order(sort_column: str, direction: str) -> tuple[str, list[str]]:
-    """The order of rows, those without a value last, and the values in the places of its `?`."""
+    """Return the SQL order of rows, those without a value last, and the values for each `?`."""
     if not sort_column:
         return f"id {direction}", []
     column, values = get_column_sql(sort_column)
@@ -333,12 +332,12 @@ def _open_database(file: Path) -> sqlite3.Connection:
         version, state = 0, str(error)
     if state != "ok":
         database.close()
-        file.unlink()  # who has it open keeps it
+        file.unlink()  # processes that have it open keep it
         file.touch(mode=0o600)
         database, version = _connect_database(file), 0
     if version != TABLES_VERSION:
         database.executescript(_RECREATE_TABLES_SQL)
-    database.execute("PRAGMA synchronous = OFF")  # one that a power cut damages is made anew
+    database.execute("PRAGMA synchronous = OFF")  # a damaged index is made again
     return database
 
 
@@ -353,16 +352,16 @@ def _connect_database(file: Path | str) -> sqlite3.Connection:
 def _iterate_row_values(
     reader: ShardReader, max_text_chars: int | None
 ) -> Iterator[tuple[JsonObject, str]]:
-    for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
+    for index, row in enumerate(reader.read_rows(range(reader.num_rows))):
         text = msgspec.json.encode(row.meta.get("messages")).decode()[:max_text_chars]
-        values = {"shard": reader.path.name, "row": place, **_compute_row_values(row)}
+        values = {"shard": reader.path.name, "row": index, **_compute_row_values(row)}
         yield values, text.casefold()
 
 
 def _compute_row_values(row: TrajectoryRow) -> JsonObject:
     record = row.record
-    is_said = row.loss_mask_T == 1
-    versions = row.versions_T[is_said]
+    is_sampled = row.loss_mask_T == 1
+    versions = row.versions_T[is_sampled]
     oldest, newest = (
         (_format_version(int(versions.min())), _format_version(int(versions.max())))
         if len(versions)
@@ -394,8 +393,8 @@ def _compute_row_values(row: TrajectoryRow) -> JsonObject:
 
 
 def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:
-    said = [one for one in get_messages(row) if one.get("role") == role]
-    words = " ".join(extract_text(said[-1].get("content")).split()) if said else ""
+    messages = [message for message in get_messages(row) if message.get("role") == role]
+    words = " ".join(extract_text(messages[-1].get("content")).split()) if messages else ""
     cut = "…" if len(words) > MAX_EXCERPT_CHARS else ""
     return words[:MAX_EXCERPT_CHARS] + cut
 

@@ -1,4 +1,4 @@
-"""Rows of a run, or of one shard: searched by what is known of each, and shown as conversations."""
+"""Search of the rows of a run or of one shard, and their text as conversations."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 
 class StepByTicket:
-    """Training steps of a run's tickets, read from its manifests when first asked for."""
+    """Training steps of a run's tickets, read from its manifests at the first use."""
 
     def __init__(self, paths: RunPaths | None) -> None:
         self._paths = paths
 
     def find_step(self, row: TrajectoryRow) -> int | None:
-        """The step that trained a row, or whose weights were evaluated."""
+        """Return the step that trained a row, or whose weights it evaluated."""
         if row.eval_step >= 0:
             return row.eval_step
         if row.kind is not RowKind.TRAIN:
@@ -48,8 +48,8 @@ class StepByTicket:
             try:
                 tickets = read_manifest(self._paths, step).tickets
             except ShardError:
-                continue  # areal-hpc audit names it
-            steps |= {(one.ref.ticket_id, one.ref.attempt): step for one in tickets}
+                continue  # areal-hpc audit reports it
+            steps |= {(ticket.ref.ticket_id, ticket.ref.attempt): step for ticket in tickets}
         return steps
 
 
@@ -57,9 +57,9 @@ class StepByTicket:
 class FoundRow:
     reader: ShardReader
     row: int
-    """In its shard."""
+    """Number of the row in its shard."""
     number: int
-    """Counted over all shards of the run."""
+    """Number of the row over all shards of the run."""
     steps: StepByTicket
 
     def read(self) -> TrajectoryRow:
@@ -69,23 +69,23 @@ class FoundRow:
 
 @dataclass(frozen=True, slots=True)
 class RowQuery:
-    """Which rows are wanted, and in which order."""
+    """Selection of rows, and their order."""
 
     where: str = ""
-    """An expression of `row_filter`; all rows when empty."""
+    """Expression of `row_filter`; empty for all rows."""
     ticket_id: int | None = None
-    """All training rows and failed episodes of one ticket."""
+    """Ticket, for all its training rows and failed episodes."""
     row_number: int | None = None
-    """One row, counted over all shards."""
+    """Number over all shards, for one row."""
     sort_descending_by: str = ""
-    """A field, largest first; as recorded when empty."""
+    """Field to sort by, largest first; empty for the recorded order."""
     max_rows: int | None = None
 
 
 def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
-    """The rows of a shard or of a run's sealed shards that a query wants, and how many match.
+    """Return the rows of a shard or run that a query selects, and the number of all matches.
 
-    Without an order the last ones are taken, which are the newest of their cell.
+    Without an order `max_rows` keeps the last rows, which are the newest of their cell.
     """
     if query.row_number is not None and (query.where or query.ticket_id is not None):
         raise RecipeError(
@@ -99,16 +99,16 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     else:
         run, in_run = RunPaths(path), True
         readers = {
-            one.file: ShardReader(run.shards_dir / one.file)
-            for one in read_index(run.shard_index_dir)
+            shard.file: ShardReader(run.shards_dir / shard.file)
+            for shard in read_index(run.shard_index_dir)
         }
     first_rows, total = {}, 0
     for file, reader in readers.items():
         first_rows[file] = total
         total += reader.num_rows
-    places = [(file, row) for file, reader in readers.items() for row in range(reader.num_rows)]
+    picked = [(file, row) for file, reader in readers.items() for row in range(reader.num_rows)]
     if query.row_number is not None:
-        places = places[query.row_number :][:1] if query.row_number >= 0 else []
+        picked = picked[query.row_number :][:1] if query.row_number >= 0 else []
     elif query.where or query.sort_descending_by or query.ticket_id is not None:
         with closing(RowIndex(run, None)) as index:
             index.index_file(path) if path.is_file() else index.index_new_rows()
@@ -118,21 +118,21 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
                 ticket_id=query.ticket_id,
                 sort_descending_by=query.sort_descending_by,
             )
-        places = [(file, row) for file, row in matches if file in readers]
-    if not places and query.row_number is not None:
+        picked = [(file, row) for file, row in matches if file in readers]
+    if not picked and query.row_number is not None:
         hint = f"give a row from 0 to {total - 1}" if total else "wait for the first sealed shard"
         message = f"there is no row {query.row_number}: {path} holds {total} rows"
         raise RecipeError(message, key="row", hint=hint)
-    if not places and query.ticket_id is not None:
+    if not picked and query.ticket_id is not None:
         message = f"{path} holds no row of ticket {query.ticket_id}"
         hint = "areal-hpc shards ls RUN --json lists the tickets of every shard"
         raise RecipeError(message, key="--ticket", hint=hint)
-    matching = len(places)
+    matching = len(picked)
     if query.max_rows is not None:
-        places = places[: query.max_rows] if query.sort_descending_by else places[-query.max_rows :]
+        picked = picked[: query.max_rows] if query.sort_descending_by else picked[-query.max_rows :]
     steps = StepByTicket(run if in_run else None)
-    found = [FoundRow(readers[file], row, first_rows[file] + row, steps) for file, row in places]
-    return found, matching
+    rows = [FoundRow(readers[file], row, first_rows[file] + row, steps) for file, row in picked]
+    return rows, matching
 
 
 MIN_COLUMN_WIDTH = 36
@@ -141,11 +141,11 @@ INDENT = "  "
 
 
 def format_groups(rows: Sequence[FoundRow], width: int) -> str:
-    """Rows as conversations, in their order; rows of one group stand together, side by side."""
+    """Format rows as conversations, in their order; rows of one group are side by side."""
     groups: dict[tuple[int, int, int], list[tuple[FoundRow, TrajectoryRow]]] = {}
-    for found in rows:
-        row = found.read()
-        groups.setdefault((row.eval_step, row.ticket_id, row.attempt), []).append((found, row))
+    for found_row in rows:
+        row = found_row.read()
+        groups.setdefault((row.eval_step, row.ticket_id, row.attempt), []).append((found_row, row))
     return "\n\n".join("\n".join(_format_group(group, width)) for group in groups.values())
 
 
@@ -154,7 +154,7 @@ def _format_group(group: Sequence[tuple[FoundRow, TrajectoryRow]], width: int) -
     messages = [list_shown_messages(row) for _, row in group]
     shared = list(
         takewhile(
-            lambda alike: alike[0].role != "assistant" and all(one == alike[0] for one in alike),
+            lambda peers: peers[0].role != "assistant" and all(peer == peers[0] for peer in peers),
             zip(*messages, strict=False),
         )
     )
@@ -166,8 +166,8 @@ def _format_group(group: Sequence[tuple[FoundRow, TrajectoryRow]], width: int) -
     columns = max(1, min(len(group), columns))
     column_width = (width + len(COLUMN_GAP)) // columns - len(COLUMN_GAP)
     blocks = [
-        list(_format_row(found, row, own[len(shared) :], column_width))
-        for (found, row), own in zip(group, messages, strict=True)
+        list(_format_row(found_row, row, own_messages[len(shared) :], column_width))
+        for (found_row, row), own_messages in zip(group, messages, strict=True)
     ]
     for begin in range(0, len(blocks), columns):
         yield ""
@@ -178,30 +178,30 @@ def _format_group(group: Sequence[tuple[FoundRow, TrajectoryRow]], width: int) -
         height = max(map(len, side_by_side))
         filled = [[*block, *[""] * (height - len(block))] for block in side_by_side]
         for cells in zip(*filled, strict=True):
-            yield COLUMN_GAP.join(set_cell_size(one, column_width) for one in cells).rstrip()
+            yield COLUMN_GAP.join(set_cell_size(cell, column_width) for cell in cells).rstrip()
 
 
 def _format_group_title(group: Sequence[tuple[FoundRow, TrajectoryRow]]) -> str:
-    found, row = group[0]
+    found_row, row = group[0]
     set_number, task = split_ticket_id(row.ticket_id)
     is_held_out = row.eval_step >= 0
     facts = [f"held-out task {task}" if is_held_out else f"ticket {row.ticket_id}"]
     if is_held_out and set_number:
         facts.append(f"evaluation set {set_number}")
     facts.append(f"attempt {row.attempt}")
-    if (step := found.steps.find_step(row)) is not None:
+    if (step := found_row.steps.find_step(row)) is not None:
         facts.append(f"step {step}")
     if not is_held_out and row.record.task_index >= 0:
         facts.append(f"task {row.record.task_index}")
-    rewards = " ".join(f"{one.reward:g}" for _, one in group)
+    rewards = " ".join(f"{other.reward:g}" for _, other in group)
     return f"{', '.join(facts)}: reward {rewards}"
 
 
 def _format_row(
-    found: FoundRow, row: TrajectoryRow, messages: Sequence[ShownMessage], width: int
+    found_row: FoundRow, row: TrajectoryRow, messages: Sequence[ShownMessage], width: int
 ) -> Iterator[str]:
     facts = [
-        *(f"row {found.number}", row.kind.label, f"episode {row.episode}"),
+        *(f"row {found_row.number}", row.kind.label, f"episode {row.episode}"),
         *(f"reward {row.reward:g}", f"{row.loss_mask_T.sum()} of {row.num_tokens} tokens sampled"),
     ]
     if row.record.ended_at:
@@ -221,8 +221,8 @@ def _format_message(message: ShownMessage, width: int) -> Iterator[str]:
         yield from _wrap_without_controls(f"[reasoning] {message.reasoning}", width, INDENT)
     if message.text:
         yield from _wrap_without_controls(message.text, width, INDENT)
-    for called in message.tool_calls:
-        yield from _wrap_without_controls(f"→ {called}", width, INDENT)
+    for tool_call in message.tool_calls:
+        yield from _wrap_without_controls(f"→ {tool_call}", width, INDENT)
     if message.call and (reward := message.call.reward):
         numbers = {**reward.parts, **reward.metrics}
         named = "".join(f", {name} {number:g}" for name, number in numbers.items())
