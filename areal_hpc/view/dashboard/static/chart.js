@@ -4,7 +4,7 @@
 const MARGIN = { left: 52, right: 10, top: 8, bottom: 20 };
 const COLORS = [1, 2, 3, 4, 5].map((number) => `var(--series-${number})`);
 
-/** Round numbers that divide a range. */
+/** Return round numbers that divide a range. */
 function findTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -15,7 +15,7 @@ function findTicks(low, high, count) {
   return ticks;
 }
 
-/** Exponential moving average over the points that have a value. */
+/** Return the exponential moving average over the points that have a value. */
 function smoothValues(values, strength) {
   let mean = null;
   return values.map((value) => {
@@ -26,52 +26,52 @@ function smoothValues(values, strength) {
 }
 
 /**
- * A chart with a title. `series` are `{name, x, y}` with equally long arrays, null where there is no
- * value; `low` and `high`, if given, are bounds of the values, drawn as a band. `restarts` are x positions
- * of dashed lines.
+ * Build a chart with a title. `series` are `{name, x, y}` with equally long arrays, null for no value;
+ * `low` and `high`, if given, are bounds of the values, drawn as a band. `restarts` are x positions of
+ * dashed lines.
  */
 function buildChart({ title, hint, unit, series, restarts = [], height = 150, formatX = (x) => `step ${x}` }) {
-  const drawn = series.filter((one) => one.y.some((value) => value !== null && value !== undefined));
+  const drawn = series.filter((curve) => curve.y.some((value) => value !== null && value !== undefined));
   const value = element("div", { class: "value" });
-  const place = element("div", { style: { minHeight: drawn.length ? `${height}px` : "" } }); // drawn later: the page must not shrink meanwhile
+  const holder = element("div", { style: { minHeight: drawn.length ? `${height}px` : "" } }); // drawn later: the page must not shrink meanwhile
   const values = drawn.map(() => element("span", {}));
-  const legend = drawn.length > 1 && element("div", { class: "legend" }, drawn.map((one, index) =>
-    element("span", {}, element("i", { style: { background: COLORS[index % COLORS.length] } }), `${one.name} `, values[index])));
+  const legend = drawn.length > 1 && element("div", { class: "legend" }, drawn.map((curve, index) =>
+    element("span", {}, element("i", { style: { background: COLORS[index % COLORS.length] } }), `${curve.name} `, values[index])));
   const chart = element("figure", { class: "panel chart", style: { margin: 0 } },
     element("div", { class: "head" }, element("h3", { title: hint || null }, title, unit ? element("span", { class: "quiet" }, ` ${unit}`) : ""), value),
-    place, legend);
-  /** The values at a place of each series, and where that is. */
-  const tell = (places, where) => {
-    const texts = drawn.map((one, index) => describePoint(one, places[index]));
+    holder, legend);
+  /** Show the values of each series at an index, and the x position of them. */
+  const showValues = (indices, position) => {
+    const texts = drawn.map((curve, index) => describePoint(curve, indices[index]));
     texts.forEach((text, index) => { values[index].textContent = text; });
-    value.textContent = [where, drawn.length > 1 ? "" : texts[0]].filter(Boolean).join(": ");
+    value.textContent = [position, drawn.length > 1 ? "" : texts[0]].filter(Boolean).join(": ");
   };
-  const showLast = () => tell(drawn.map((one) => one.y.findLastIndex((item) => item !== null && item !== undefined)), "");
+  const showLast = () => showValues(drawn.map((curve) => curve.y.findLastIndex((item) => item !== null && item !== undefined)), "");
   if (!drawn.length) {
-    place.append(element("p", { class: "quiet small" }, "no values yet"));
+    holder.append(element("p", { class: "quiet small" }, "no values yet"));
     return chart;
   }
   showLast();
   let drawnWidth = 0;
   const draw = () => {
-    const width = Math.max(200, place.clientWidth);
+    const width = Math.max(200, holder.clientWidth);
     if (width === drawnWidth) return;
     drawnWidth = width;
-    place.replaceChildren(drawLines(drawn, { width, height, restarts, 
-      describe: (x) => tell(drawn.map((one) => one.x.indexOf(x)), formatX(x)), leave: showLast, title }));
+    holder.replaceChildren(drawLines(drawn, { width, height, restarts, 
+      describe: (x) => showValues(drawn.map((curve) => curve.x.indexOf(x)), formatX(x)), leave: showLast, title }));
   };
-  new ResizeObserver(() => requestAnimationFrame(draw)).observe(place);
+  new ResizeObserver(() => requestAnimationFrame(draw)).observe(holder);
   return chart;
 }
 
-function describePoint({ y, low, high }, place) {
-  const text = formatNumber(y[place]);
-  return low && typeof low[place] === "number" ? `${text} [${formatNumber(low[place])}, ${formatNumber(high[place])}]` : text;
+function describePoint({ y, low, high }, index) {
+  const text = formatNumber(y[index]);
+  return low && typeof low[index] === "number" ? `${text} [${formatNumber(low[index])}, ${formatNumber(high[index])}]` : text;
 }
 
 function drawLines(series, { width, height, restarts, describe, leave, title }) {
-  const xs = series.flatMap((one) => one.x);
-  const ys = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]).filter((item) => item !== null && item !== undefined);
+  const xs = series.flatMap((curve) => curve.x);
+  const ys = series.flatMap((curve) => [...curve.y, ...(curve.low || []), ...(curve.high || [])]).filter((item) => item !== null && item !== undefined);
   let [lowX, highX] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
   let [lowY, highY] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
   if (lowX === highX) highX += 1;
@@ -80,30 +80,30 @@ function drawLines(series, { width, height, restarts, describe, leave, title }) 
   const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
   const toX = (x) => MARGIN.left + ((x - lowX) / (highX - lowX)) * inner.width;
   const toY = (y) => MARGIN.top + (1 - (y - lowY) / (highY - lowY)) * inner.height;
-  const made = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });
+  const figure = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });
   for (const tick of findTicks(lowY, highY, 3)) {
-    made.append(svg("line", { class: "gridline", x1: MARGIN.left, x2: width - MARGIN.right, y1: toY(tick), y2: toY(tick) }));
+    figure.append(svg("line", { class: "gridline", x1: MARGIN.left, x2: width - MARGIN.right, y1: toY(tick), y2: toY(tick) }));
     const label = svg("text", { class: "axis", x: MARGIN.left - 6, y: toY(tick) + 4, "text-anchor": "end" });
     label.textContent = formatTick(tick);
-    made.append(label);
+    figure.append(label);
   }
   for (const tick of findTicks(lowX, highX, Math.min(6, inner.width / 70))) {
     const label = svg("text", { class: "axis", x: toX(tick), y: height - 5, "text-anchor": "middle" });
     label.textContent = formatTick(tick);
-    made.append(label);
+    figure.append(label);
   }
   for (const x of restarts) {
     const line = svg("line", { class: "restart", x1: toX(x), x2: toX(x), y1: MARGIN.top, y2: height - MARGIN.bottom });
     const name = svg("title");
     name.textContent = `the trainer started again before step ${x}`;
     line.append(name);
-    made.append(line);
+    figure.append(line);
   }
-  series.forEach((one, index) => drawOneLine(made, one, toX, toY, COLORS[index % COLORS.length]));
+  series.forEach((curve, index) => drawOneLine(figure, curve, toX, toY, COLORS[index % COLORS.length]));
   const cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
-  made.append(cursor);
-  made.addEventListener("pointermove", (event) => {
-    const box = made.getBoundingClientRect();
+  figure.append(cursor);
+  figure.addEventListener("pointermove", (event) => {
+    const box = figure.getBoundingClientRect();
     const x = lowX + (((event.clientX - box.left) * width / box.width - MARGIN.left) / inner.width) * (highX - lowX);
     const nearest = xs.reduce((best, item) => Math.abs(item - x) < Math.abs(best - x) ? item : best);
     cursor.setAttribute("x1", toX(nearest));
@@ -111,22 +111,22 @@ function drawLines(series, { width, height, restarts, describe, leave, title }) 
     cursor.setAttribute("visibility", "visible");
     describe(nearest);
   });
-  made.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); leave(); });
-  return made;
+  figure.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); leave(); });
+  return figure;
 }
 
-/** The values as a line; single ones, between steps that have none, as points joined by it too. */
-function drawOneLine(made, { x, y, low, high }, toX, toY, color) {
+/** Draw the values as one line, and as points if they are few; steps without a value are skipped. */
+function drawOneLine(figure, { x, y, low, high }, toX, toY, color) {
   if (low) {
     const known = x.map((_, index) => index).filter((index) => typeof low[index] === "number" && typeof high[index] === "number");
     const corners = [...known.map((index) => [x[index], high[index]]), ...known.reverse().map((index) => [x[index], low[index]])];
-    made.append(svg("polygon", { points: corners.map(([px, py]) => `${toX(px).toFixed(1)},${toY(py).toFixed(1)}`).join(" "), fill: color, opacity: 0.15 }));
+    figure.append(svg("polygon", { points: corners.map(([px, py]) => `${toX(px).toFixed(1)},${toY(py).toFixed(1)}`).join(" "), fill: color, opacity: 0.15 }));
   }
   const points = x.map((item, index) => [item, y[index]]).filter(([, item]) => item !== null && item !== undefined);
   const path = points.map(([px, py], index) => `${index ? "L" : "M"}${toX(px).toFixed(1)} ${toY(py).toFixed(1)}`).join("");
-  made.append(svg("path", { d: path, fill: "none", stroke: color, "stroke-width": 1.6, "stroke-linejoin": "round" }));
+  figure.append(svg("path", { d: path, fill: "none", stroke: color, "stroke-width": 1.6, "stroke-linejoin": "round" }));
   if (points.length <= 40) {
-    for (const [px, py] of points) made.append(svg("circle", { cx: toX(px), cy: toY(py), r: 1.9, fill: color }));
+    for (const [px, py] of points) figure.append(svg("circle", { cx: toX(px), cy: toY(py), r: 1.9, fill: color }));
   }
 }
 

@@ -5,13 +5,13 @@ const reportData = document.getElementById("report");
 const report = reportData && JSON.parse(reportData.textContent);
 const isReport = report !== null;
 
-/** The JSON of a page of data. Raises an Error whose message is for the reader. */
+/** Fetch the JSON of a page of data. Raises an Error whose message is for the reader. */
 async function fetchData(page, query = {}) {
   if (isReport) return findReported(page, query);
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
-  const answer = await fetch(`data/${page}?${new URLSearchParams(given)}`);
-  const content = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
-  if (!answer.ok) throw new Error(content.error);
+  const response = await fetch(`data/${page}?${new URLSearchParams(given)}`);
+  const content = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
+  if (!response.ok) throw new Error(content.error);
   return content;
 }
 
@@ -31,7 +31,7 @@ function findReported(page, query) {
   return { ...content, rows };
 }
 
-let news = null;
+let changeEvents = null;
 let followed = null;
 
 /** Call `refresh` whenever files of a run (of all runs without a name) have changed. */
@@ -40,34 +40,34 @@ function followChanges(run, refresh) {
   listen(false);
 }
 
-/** No more news: what the page shows does not change. */
+/** Stop the stream, for a page whose data do not change. */
 function stopFollowing() {
   followed = null;
   listen(false);
 }
 
-/** Open the stream of news while the page is seen: browsers allow six to one server. */
+/** Open the stream of changes while the page is visible: browsers allow six to one server. */
 function listen(isLate) {
-  if (news) news.close();
-  news = null;
+  if (changeEvents) changeEvents.close();
+  changeEvents = null;
   if (!followed || document.hidden) return;
   const { run, refresh } = followed;
   const source = new EventSource(`live${run ? `?${new URLSearchParams({ run })}` : ""}`);
-  news = source;
+  changeEvents = source;
   let due = null;
   let hasMissed = isLate;
   source.addEventListener("change", () => {
     clearTimeout(due);
-    due = setTimeout(() => { if (news === source) refresh(); }, 150);
+    due = setTimeout(() => { if (changeEvents === source) refresh(); }, 150);
   });
-  const tell = (text) => { const place = document.getElementById("live"); if (place) place.textContent = text; };
+  const showStatus = (text) => { const status = document.getElementById("live"); if (status) status.textContent = text; };
   source.addEventListener("open", (event) => {
-    tell("live");
-    if (event.data === undefined) return; // the browser's own: the server's says that it looks now
+    showStatus("live");
+    if (event.data === undefined) return; // the browser's own event: the server's means that it polls now
     if (hasMissed) refresh();
     hasMissed = true;
   });
-  source.addEventListener("error", () => tell("not connected: is areal-hpc view still running?"));
+  source.addEventListener("error", () => showStatus("not connected: is areal-hpc view still running?"));
 }
 
 document.addEventListener("visibilitychange", () => listen(true));

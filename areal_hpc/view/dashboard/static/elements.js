@@ -13,11 +13,11 @@ function element(name, attributes = {}, ...children) {
     else if (key === "style") Object.assign(made.style, value);
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat(3).filter((one) => one !== null && one !== undefined && one !== false));
+  made.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 
-/** An SVG element. */
+/** Make an SVG element. */
 function svg(name, attributes = {}, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -25,7 +25,7 @@ function svg(name, attributes = {}, ...children) {
   return made;
 }
 
-/** A number as people read it; a dash for none. */
+/** Format a number for people; a dash for none. */
 function formatNumber(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
@@ -35,7 +35,7 @@ function formatNumber(value, digits = 3) {
   return value.toLocaleString("en-US", { maximumFractionDigits: size >= 100 ? 1 : digits });
 }
 
-/** Seconds as `41 s`, `12 min` or `3 h 5 min`. */
+/** Format seconds as `41 s`, `12 min` or `3 h 5 min`. */
 function formatSeconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 10) return `${value.toFixed(1)} s`;
@@ -48,7 +48,7 @@ function formatTime(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleString("sv-SE");
 }
 
-/** A table; columns are `{title, cell(row), number, sort}`. */
+/** Build a table; columns are `{title, cell(row), number, sort}`. */
 function buildTable(columns, rows, { onsort, sorted, link } = {}) {
   const head = columns.map((column) => {
     const shown = sorted && sorted.field === column.sort ? (sorted.up ? " ↑" : " ↓") : "";
@@ -65,7 +65,7 @@ function buildTable(columns, rows, { onsort, sorted, link } = {}) {
     element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, body)));
 }
 
-/** A list of terms and what they are. */
+/** Build a list of terms and their values. */
 function buildFacts(pairs) {
   return element("dl", { class: "facts" },
     pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")

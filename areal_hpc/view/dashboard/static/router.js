@@ -1,5 +1,5 @@
 "use strict";
-// Which page is shown: the address after `#` names it, with all that was chosen on it.
+// Choice of the page: the address after `#` names it, with all choices made on it.
 
 function buildHash(page, query = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
@@ -18,8 +18,8 @@ function go(page, query) {
 
 function showHeader(page, query) {
   const header = document.getElementById("header");
-  const tabs = query.run ? Object.entries(PAGES).filter(([, one]) => one.title).map(([name, one]) =>
-    element("a", { href: buildHash(name, { run: query.run }), "aria-current": name === page || (page === "trajectory" && name === "trajectories") ? "page" : null }, one.title)) : [];
+  const tabs = query.run ? Object.entries(PAGES).filter(([, item]) => item.title).map(([name, item]) =>
+    element("a", { href: buildHash(name, { run: query.run }), "aria-current": name === page || (page === "trajectory" && name === "trajectories") ? "page" : null }, item.title)) : [];
   header.replaceChildren(
     element("a", { class: "brand", href: buildHash("") }, "areal-hpc"),
     query.run ? element("span", { class: "run" }, query.run) : "",
@@ -36,9 +36,9 @@ let loading = 0;
 let isStale = false;
 let isHeldBack = false;
 let isPressed = false;
-let lastPlace = "";
+let lastAddress = "";
 
-/** Show the page of the address. News that come while one is loading are asked for once, after it. */
+/** Show the page of the address. Changes during a load lead to one more load after it. */
 async function showPage(options = {}) {
   if (options.isRefresh && loading) { isStale = true; return; }
   loading += 1;
@@ -46,7 +46,7 @@ async function showPage(options = {}) {
   if (isStale && !loading) { isStale = false; showPage({ isRefresh: true }); }
 }
 
-/** Load a page and show it, unless another was asked for meanwhile. */
+/** Load a page and show it, unless another was requested meanwhile. */
 async function loadPage({ isRefresh = false }) {
   const { page, query } = parseHash();
   const number = ++shown;
@@ -57,9 +57,9 @@ async function loadPage({ isRefresh = false }) {
     if (page === "trajectory") stopFollowing();
     else followChanges(query.run, () => showPage({ isRefresh: true }));
   }
-  const tellWait = () => { if (number === shown) main.replaceChildren(element("p", { class: "quiet", role: "status" }, WAIT_TEXT)); };
+  const showWait = () => { if (number === shown) main.replaceChildren(element("p", { class: "quiet", role: "status" }, WAIT_TEXT)); };
   const focusedBefore = findFocused(main);
-  const wait = isRefresh ? null : setTimeout(tellWait, WAIT_AFTER_MS);
+  const wait = isRefresh ? null : setTimeout(showWait, WAIT_AFTER_MS);
   try {
     await PAGES[page].show(made, query, go);
   } catch (error) {
@@ -69,28 +69,28 @@ async function loadPage({ isRefresh = false }) {
   if (number !== shown) return;
   if (isRefresh && isInUse(main)) { isHeldBack = true; return; }
   isHeldBack = false;
-  const place = [page, query.run, query.row, query.offset].join("|");
-  const isSame = place === lastPlace;
+  const address = [page, query.run, query.row, query.offset].join("|");
+  const isSame = address === lastAddress;
   const focused = isSame ? findFocused(main) || (document.activeElement === document.body && focusedBefore) : null;
   const restore = isSame ? keepView(main, isRefresh) : null;
   main.replaceChildren(...made.childNodes);
   if (restore) restore();
   if (focused) focusAgain(main, focused);
   if (!isSame) window.scrollTo(0, 0);
-  lastPlace = place;
+  lastAddress = address;
 }
 
-/** Whether the reader types, has marked text or holds the pointer down, which a page made anew would end. */
+/** Return whether the reader types, has marked text or holds the pointer down: a new page would end that. */
 function isInUse(main) {
-  const one = document.activeElement;
-  const isTyping = main.contains(one) && (
-    (one.tagName === "INPUT" && one.value !== one.defaultValue)
-    || (one.tagName === "SELECT" && (!CSS.supports("selector(:open)") || one.matches(":open"))));
+  const focused = document.activeElement;
+  const isTyping = main.contains(focused) && (
+    (focused.tagName === "INPUT" && focused.value !== focused.defaultValue)
+    || (focused.tagName === "SELECT" && (!CSS.supports("selector(:open)") || focused.matches(":open"))));
   const marked = document.getSelection();
   return isPressed || isTyping || (!marked.isCollapsed && main.contains(marked.anchorNode));
 }
 
-/** Show what is new as soon as the reader is done. */
+/** Show a page that was held back as soon as the reader is done. */
 function showHeldBack() {
   if (isHeldBack && !isInUse(document.getElementById("main"))) { isHeldBack = false; showPage({ isRefresh: true }); }
 }
@@ -98,7 +98,7 @@ function showHeldBack() {
 document.addEventListener("pointerdown", (event) => { isPressed = event.button === 0; });
 for (const name of ["pointerup", "pointercancel", "change"]) document.addEventListener(name, endPress);
 window.addEventListener("blur", endPress);
-// A scroll bar or a list of choices may take the pointer, and keep what would tell that it was let go.
+// A scroll bar or a list of choices may take the pointer, and the event of its release with it.
 for (const name of ["pointermove", "pointerover"]) {
   document.addEventListener(name, (event) => { if (isPressed && !(event.buttons & 1)) endPress(); });
 }
@@ -110,23 +110,23 @@ function endPress() {
 }
 
 function showHeldBackSoon() {
-  setTimeout(showHeldBack); // after what else the event leads to
+  setTimeout(showHeldBack); // after other handlers of the event
 }
 
-/** What the reader has opened, scrolled, chosen and typed; the function puts it into the page made anew. */
+/** Read what is open, scrolled, chosen and typed; return a function that restores it in the new page. */
 function keepView(main, isRefresh) {
-  const opened = [...main.querySelectorAll("details")].map((one) => one.open);
-  const scrolled = [...main.querySelectorAll(".scroll")].map((one) => [one.scrollLeft, one.scrollTop]);
+  const opened = [...main.querySelectorAll("details")].map((item) => item.open);
+  const scrolled = [...main.querySelectorAll(".scroll")].map((item) => [item.scrollLeft, item.scrollTop]);
   const chosen = main.querySelector("tr.chosen")?.dataset.link;
-  const typed = isRefresh ? listSearches(main).map((one) => one.value === one.defaultValue ? null : one.value) : [];
+  const typed = isRefresh ? listSearches(main).map((item) => item.value === item.defaultValue ? null : item.value) : [];
   return () => {
-    main.querySelectorAll("details").forEach((one, index) => { one.open = opened[index] ?? one.open; });
-    listSearches(main).forEach((one, index) => {
+    main.querySelectorAll("details").forEach((item, index) => { item.open = opened[index] ?? item.open; });
+    listSearches(main).forEach((item, index) => {
       if ((typed[index] ?? null) === null) return;
-      one.value = typed[index];
-      one.dispatchEvent(new Event("input"));
+      item.value = typed[index];
+      item.dispatchEvent(new Event("input"));
     });
-    main.querySelectorAll(".scroll").forEach((one, index) => { [one.scrollLeft, one.scrollTop] = scrolled[index] || [0, 0]; });
+    main.querySelectorAll(".scroll").forEach((item, index) => { [item.scrollLeft, item.scrollTop] = scrolled[index] || [0, 0]; });
     if (chosen) main.querySelector(`tr[data-link="${CSS.escape(chosen)}"]`)?.classList.add("chosen");
   };
 }
@@ -137,28 +137,28 @@ function listSearches(main) {
 
 const FOCUSABLE = "a, button, input, select, summary, [tabindex]";
 
-/** What has the focus in the page: its name, and the place of the cursor in a text. */
+/** Return the name of the focused element, and the position of the cursor in a text. */
 function findFocused(main) {
   const { activeElement } = document;
-  const found = nameFocusables(main).find(({ one }) => one === activeElement);
-  return found && { name: found.name, cursor: activeElement.type === "search" ? [activeElement.selectionStart, activeElement.selectionEnd] : null };
+  const focused = nameFocusables(main).find((item) => item.node === activeElement);
+  return focused && { name: focused.name, cursor: activeElement.type === "search" ? [activeElement.selectionStart, activeElement.selectionEnd] : null };
 }
 
-/** Give the focus to what had it before, or to the page if that is gone: Tab goes on from there. */
+/** Focus the element that had the focus before, or the page if it is gone: Tab continues from there. */
 function focusAgain(main, { name, cursor }) {
-  const one = nameFocusables(main).find((item) => item.name === name)?.one || main;
-  one.focus({ preventScroll: true });
-  if (cursor && one !== main) one.setSelectionRange(...cursor);
+  const node = nameFocusables(main).find((item) => item.name === name)?.node || main;
+  node.focus({ preventScroll: true });
+  if (cursor && node !== main) node.setSelectionRange(...cursor);
 }
 
-/** What can have the focus, with what each is recognized by when the page is made anew. */
+/** List the elements that can have the focus, with names by which the new page finds them. */
 function nameFocusables(main) {
   const counts = new Map();
-  return [...main.querySelectorAll(FOCUSABLE)].map((one) => {
-    const own = one.getAttribute("href") || one.dataset.name || one.title || one.getAttribute("aria-label") || one.name || one.textContent;
-    const name = `${one.tagName}|${own}`;
+  return [...main.querySelectorAll(FOCUSABLE)].map((node) => {
+    const label = node.getAttribute("href") || node.dataset.name || node.title || node.getAttribute("aria-label") || node.name || node.textContent;
+    const name = `${node.tagName}|${label}`;
     counts.set(name, (counts.get(name) || 0) + 1);
-    return { one, name: `${name}|${counts.get(name)}` };
+    return { node, name: `${name}|${counts.get(name)}` };
   });
 }
 

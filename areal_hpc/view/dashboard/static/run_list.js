@@ -1,5 +1,5 @@
 "use strict";
-// The page of all runs.
+// Page of all runs.
 
 PAGES[""] = { show: showRuns };
 

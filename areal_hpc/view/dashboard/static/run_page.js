@@ -1,5 +1,5 @@
 "use strict";
-// Overview and metrics of one run.
+// Overview, summary and metrics of one run.
 
 PAGES.overview = { show: showOverview, title: "Overview" };
 PAGES.summary = { show: showSummary, title: "Summary" };
@@ -22,54 +22,54 @@ const LIMITS = [
 ];
 
 async function showOverview(main, query) {
-  const found = await fetchData("overview", { run: query.run });
-  const steps = found.steps;
+  const data = await fetchData("overview", { run: query.run });
+  const steps = data.steps;
   const x = steps.map((row) => row.step);
   const hasValues = ({ names }) => names.some(([name]) => steps.some((row) => typeof row[name] === "number"));
   const charts = [...OVERVIEW_CHARTS.slice(0, 1), ...listSetCharts(steps), ...OVERVIEW_CHARTS.slice(1)].filter(hasValues).map(({ names, ...chart }) => buildChart({
-    ...chart, restarts: found.restarts,
+    ...chart, restarts: data.restarts,
     series: names.map(([name, label]) => ({ name: label, x, y: steps.map((row) => row[name] ?? null) })),
   }));
-  const sft = found.sft.length > 1 && buildChart({ title: "SFT loss", series: [{
-    name: "loss", x: found.sft.map((row) => row.step), y: found.sft.map((row) => row.loss ?? null) }] });
+  const sft = data.sft.length > 1 && buildChart({ title: "SFT loss", series: [{
+    name: "loss", x: data.sft.map((row) => row.step), y: data.sft.map((row) => row.loss ?? null) }] });
   main.replaceChildren(
-    element("h1", {}, found.name, " ", element("span", { class: `state ${found.state.split(/[ ,]/)[0]}` }, found.state)),
-    ...found.alerts.map((alert) => element("div", { class: `alert ${alert.level}`, role: "status" },
+    element("h1", {}, data.name, " ", element("span", { class: `state ${data.state.split(/[ ,]/)[0]}` }, data.state)),
+    ...data.alerts.map((alert) => element("div", { class: `alert ${alert.level}`, role: "status" },
       element("b", {}, alert.level, ": "), alert.message, element("div", { class: "quiet small" }, `try: ${alert.hint}`))),
-    element("div", { class: "panel" }, buildFacts(found.progress.map(splitFact)), describeStepTimes(found.step_times)),
+    element("div", { class: "panel" }, buildFacts(data.progress.map(splitFact)), describeStepTimes(data.step_times)),
     element("h2", {}, "Curves"),
     charts.length ? "" : element("p", { class: "quiet" }, "No step is trained yet."),
     element("div", { class: "grid" }, charts, sft),
     element("p", { class: "quiet small" }, "Dashed lines: the trainer started again. All metrics: ",
       element("a", { href: buildHash("metrics", { run: query.run }) }, "Metrics"), "."),
     element("h2", {}, "Last events"),
-    listEvents(found.events),
+    listEvents(data.events),
     element("h2", {}, "Recipe"),
-    listRecipe(found.recipe));
+    listRecipe(data.recipe));
 }
 
-/** One chart of the mean rewards of evaluation sets, if there are several. */
+/** List one chart of the mean rewards of evaluation sets, if there are several. */
 function listSetCharts(steps) {
   const names = [...new Set(steps.flatMap((row) => Object.keys(row)))].map((name) => [name, /^evaluation\/([^/]+)\/avg@\d+$/.exec(name)?.[1]]);
-  const found = names.filter(([, set]) => set);
-  return found.length > 1 ? [{ title: "Evaluation sets", names: found, hint: "mean rewards" }] : [];
+  const sets = names.filter(([, set]) => set);
+  return sets.length > 1 ? [{ title: "Evaluation sets", names: sets, hint: "mean rewards" }] : [];
 }
 
-/** `reward            0.969` as a term and its value. */
+/** Split `reward            0.969` into a term and its value. */
 function splitFact(line) {
   const [term, ...rest] = line.split(/ {2,}/);
   return [term, rest.join(" ")];
 }
 
-/** Where the time of steps went, as a bar. */
+/** Show the shares of the steps' time as a bar. */
 function describeStepTimes(times) {
   if (!times) return "";
   const shares = LIMITS.map(([name, label, color]) => ({ label, color, share: times.shares[name] || 0 }));
-  const text = shares.filter((one) => one.share >= 0.005).map((one) => `${one.label} ${Math.round(one.share * 100)} %`).join(", ");
+  const text = shares.filter((part) => part.share >= 0.005).map((part) => `${part.label} ${Math.round(part.share * 100)} %`).join(", ");
   return element("div", {}, element("p", { class: "small quiet", style: { margin: "10px 0 4px" } },
     `Where the time of ${times.steps} steps went: ${text}`),
-  element("div", { class: "stack", role: "img", "aria-label": text }, shares.map((one) =>
-    element("div", { title: one.label, style: { background: one.color, width: `${one.share * 100}%` } }))));
+  element("div", { class: "stack", role: "img", "aria-label": text }, shares.map((part) =>
+    element("div", { title: part.label, style: { background: part.color, width: `${part.share * 100}%` } }))));
 }
 
 function listEvents(events) {
@@ -93,57 +93,57 @@ function listRecipe(recipe) {
     { title: "key", cell: ([key]) => element("span", { class: "mono" }, key) },
     { title: "value", wide: true, cell: ([, value]) => element("span", { class: "mono" }, value) },
   ];
-  const place = element("div", {});
-  const fill = (text) => place.replaceChildren(buildTable(columns, rows.filter(([key, value]) => `${key} ${value}`.includes(text))));
+  const holder = element("div", {});
+  const fill = (text) => holder.replaceChildren(buildTable(columns, rows.filter(([key, value]) => `${key} ${value}`.includes(text))));
   fill("");
   return element("details", {}, element("summary", {}, `${rows.length} keys, as resolved`),
     element("form", { class: "filter", onsubmit: (event) => event.preventDefault() },
       element("input", { type: "search", placeholder: "part of a key or value", "aria-label": "part of a key or value",
-        oninput: (event) => fill(event.target.value) })), place);
+        oninput: (event) => fill(event.target.value) })), holder);
 }
 
-/** What became of the tickets, what the run cost, why it is slow or collapses, and how it was launched. */
+/** Show the audit, the cost, the answers about slowness and collapse, and the launches of a run. */
 async function showSummary(main, query) {
-  const found = await fetchData("summary", { run: query.run });
+  const data = await fetchData("summary", { run: query.run });
   const panel = (...children) => element("div", { class: "panel" }, children);
   const small = (text) => element("p", { class: "small" }, text);
   main.replaceChildren(
     element("h1", {}, "Summary"),
-    panel(buildFacts(found.facts)),
+    panel(buildFacts(data.facts)),
     element("h2", {}, "Audit"),
-    panel(found.audit.map(small)),
+    panel(data.audit.map(small)),
     element("h2", {}, "Answers"),
-    ...found.answers.map((answer) => panel(describeAnswer(answer))),
+    ...data.answers.map((answer) => panel(describeAnswer(answer))),
     element("h2", {}, "Events that are not routine"),
-    panel(found.events.length ? found.events.map(([event, role, count]) => small(`${count} x ${event} (${role})`)) : small("none")),
+    panel(data.events.length ? data.events.map(([event, role, count]) => small(`${count} x ${event} (${role})`)) : small("none")),
     element("h2", {}, "Launches"),
-    ...found.launches.map((launch) => panel(buildFacts(launch))));
+    ...data.launches.map((launch) => panel(buildFacts(launch))));
 }
 
-/** A headline, its findings with the pages that show them, and what to try. */
+/** Show a headline, its findings with links to their pages, and things to try. */
 function describeAnswer({ headline, findings, hints }) {
   return [element("p", {}, headline),
-    findings.map((one) => element("p", { class: "small quiet" }, one.page ? element("a", { href: one.page }, one.text) : one.text)),
+    findings.map((finding) => element("p", { class: "small quiet" }, finding.page ? element("a", { href: finding.page }, finding.text) : finding.text)),
     hints.map((hint) => element("p", { class: "small" }, `try: ${hint}`))];
 }
 
-/** Whether a metric is the end of another one's interval. */
+/** Return whether a metric is a bound of another metric's interval. */
 function isBound(name, columns) {
-  const of = /^(evaluation\/.*)_(low|high)$/.exec(name);
-  return of !== null && of[1] in columns;
+  const match = /^(evaluation\/.*)_(low|high)$/.exec(name);
+  return match !== null && match[1] in columns;
 }
 
 async function showMetrics(main, query, go) {
-  const found = await fetchData("metrics", { run: query.run });
+  const data = await fetchData("metrics", { run: query.run });
   const smoothing = Number(query.smooth || 0);
   const byTime = query.axis === "time";
-  const begin = found.times.find((time) => time) || 0;
-  const x = byTime ? found.times.map((time) => ((time || begin) - begin) / 3600) : found.steps;
-  const restarts = byTime ? [] : found.restarts;
+  const begin = data.times.find((time) => time) || 0;
+  const x = byTime ? data.times.map((time) => ((time || begin) - begin) / 3600) : data.steps;
+  const restarts = byTime ? [] : data.restarts;
   const groups = new Map();
-  for (const name of Object.keys(found.columns)) {
-    if (isBound(name, found.columns)) continue; // drawn with what it bounds
-    if (query.text && !`${name} ${found.catalogue[name].meaning}`.includes(query.text)) continue;
+  for (const name of Object.keys(data.columns)) {
+    if (isBound(name, data.columns)) continue; // drawn with the metric that it bounds
+    if (query.text && !`${name} ${data.catalogue[name].meaning}`.includes(query.text)) continue;
     const group = name.includes("/") ? name.split("/")[0] : "step";
     groups.set(group, [...(groups.get(group) || []), name]);
   }
@@ -159,12 +159,12 @@ async function showMetrics(main, query, go) {
         ["0", "0.6", "0.9", "0.97"].map((strength) => element("option", { value: strength, selected: Number(strength) === smoothing }, strength))))),
     ...[...groups].map(([group, names]) => element("section", {}, element("h2", {}, group),
       element("div", { class: "grid" }, names.map((name) => {
-        const { unit, meaning } = found.catalogue[name];
+        const { unit, meaning } = data.catalogue[name];
         return buildChart({ title: name, unit, hint: meaning, restarts, height: 120,
           formatX: byTime ? (hours) => `${hours.toFixed(2)} h` : undefined,
-          series: [{ name, x, y: smoothValues(found.columns[name], smoothing),
-            ...(found.columns[`${name}_low`] && found.columns[`${name}_high`]
-              ? { low: smoothValues(found.columns[`${name}_low`], smoothing), high: smoothValues(found.columns[`${name}_high`], smoothing) } : {}) }] });
+          series: [{ name, x, y: smoothValues(data.columns[name], smoothing),
+            ...(data.columns[`${name}_low`] && data.columns[`${name}_high`]
+              ? { low: smoothValues(data.columns[`${name}_low`], smoothing), high: smoothValues(data.columns[`${name}_high`], smoothing) } : {}) }] });
       })))),
     groups.size ? "" : element("p", { class: "quiet" }, "no metric has this in its name or meaning"));
 }

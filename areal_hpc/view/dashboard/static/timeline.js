@@ -1,5 +1,5 @@
 "use strict";
-// The timeline: what every process did from when to when, drawn on canvases, one a lane.
+// The timeline: spans of every process, drawn on canvases, one for each lane.
 
 PAGES.timeline = { show: showTimeline, title: "Timeline" };
 
@@ -9,55 +9,55 @@ const SLICE_COLORS = {
   publish: "--series-2", "weight update": "--series-2", checkpoint: "--warn", eval: "--series-4", export: "--warn", files: "--warn",
   label: "--panel", "label of a light bar": "--quiet", "chosen-mark": "--text", episodes: "--series-1", serve: "--line", "server start": "--series-5", seal: "--series-3", "lost call": "--bad", several: "--quiet",
 };
-const LANE_HEIGHT = { one: 9, states: 14, counts: 34 };
+const LANE_HEIGHT = { normal: 9, states: 14, counts: 34 };
 const ZOOM = 2;
-let chosenBar = null; // by arrow keys: its lane, and when it begins
+let chosenBar = null; // chosen by arrow keys: its lane and its begin
 
 async function showTimeline(main, query, go) {
   const { run } = query;
-  const found = await fetchData("timeline", { run, from: query.from, to: query.to });
-  const view = isReport && query.from ? { begin: Number(query.from), end: Number(query.to) } : found;
+  const data = await fetchData("timeline", { run, from: query.from, to: query.to });
+  const view = isReport && query.from ? { begin: Number(query.from), end: Number(query.to) } : data;
   const show = (begin, end) => go("timeline", { run, from: begin.toFixed(3), to: end.toFixed(3) });
   const length = view.end - view.begin;
   const move = (share) => show(view.begin + share * length, view.end + share * length);
   const scale = (factor) => show(view.begin + length * (1 - factor) / 2, view.end - length * (1 - factor) / 2);
   const button = (name, text, title, onclick) => element("button", { type: "button", class: "plain", title, "aria-label": title, "data-key": name, onclick }, text);
-  const told = element("p", { class: "small mono told", role: "status" }, "Point at a bar, or walk through the bars of a lane with the arrow keys.");
+  const status = element("p", { class: "small mono status-line", role: "status" }, "Point at a bar, or walk through the bars of a lane with the arrow keys.");
   main.replaceChildren(
     element("h1", {}, "Timeline"),
     element("div", { class: "panel" },
-      describeAnswer(found.answer),
-      describeStepTimes(found.step_times)),
+      describeAnswer(data.answer),
+      describeStepTimes(data.step_times)),
     element("div", { class: "chips", style: { marginTop: "12px" } },
       button("+", "Zoom in", "zoom in (key +)", () => scale(1 / ZOOM)), button("-", "Zoom out", "zoom out (key -)", () => scale(ZOOM)),
       button("[", "Earlier", "earlier (key [)", () => move(-0.5)), button("]", "Later", "later (key ])", () => move(0.5)),
       button("0", "Last steps", "the last steps (key 0)", () => go("timeline", { run }))),
     element("p", { class: "quiet small" }, `${formatTime(view.begin)} to ${formatTime(view.end)} (${formatSeconds(length)})`,
-      found.shown_steps.length ? `, steps ${found.shown_steps[0]} to ${found.shown_steps[found.shown_steps.length - 1]}` : "",
+      data.shown_steps.length ? `, steps ${data.shown_steps[0]} to ${data.shown_steps[data.shown_steps.length - 1]}` : "",
       ". Drag over a lane to look closer. Keys: ", ["+", "-", "[", "]", "0"].map((key) => [element("kbd", {}, key), " "])),
-    buildColorLegend(found.processes),
-    told,
+    buildColorLegend(data.processes),
+    status,
     element("div", { class: "timeline" },
-      drawLane({ name: "steps", title: "steps", height: LANE_HEIGHT.states, view, found, run, told, show,
-        slices: found.steps.map((one) => [one.begin - found.begin, one.end - found.begin, `step ${one.step}`, { limit: one.limit, reward: one.reward }]) }),
-      found.processes.map((process) => describeProcess(process, { view, found, run, told, show }))),
-    ...found.notes.map((note) => element("p", { class: "quiet small" }, note)),
+      drawLane({ name: "steps", title: "steps", height: LANE_HEIGHT.states, view, data, run, status, show,
+        slices: data.steps.map((row) => [row.begin - data.begin, row.end - data.begin, `step ${row.step}`, { limit: row.limit, reward: row.reward }]) }),
+      data.processes.map((process) => describeProcess(process, { view, data, run, status, show }))),
+    ...data.notes.map((note) => element("p", { class: "quiet small" }, note)),
     element("h2", {}, "What took longest here"),
     buildTable([
-      { title: "what", cell: (one) => linkSlice(run, one.name, one.facts) },
-      { title: "seconds", number: true, cell: (one) => formatNumber(one.seconds) },
-      { title: "process", cell: (one) => one.process }, { title: "lane", cell: (one) => one.lane },
-      { title: "facts", wide: true, cell: (one) => formatFacts(one.facts) },
-      { title: "", cell: (one) => element("a", { href: linkTimes(run, one.begin, one.end) }, "zoom to it") },
-    ], found.longest),
+      { title: "what", cell: (row) => linkSlice(run, row.name, row.facts) },
+      { title: "seconds", number: true, cell: (row) => formatNumber(row.seconds) },
+      { title: "process", cell: (row) => row.process }, { title: "lane", cell: (row) => row.lane },
+      { title: "facts", wide: true, cell: (row) => formatFacts(row.facts) },
+      { title: "", cell: (row) => element("a", { href: linkTimes(run, row.begin, row.end) }, "zoom to it") },
+    ], data.longest),
     element("h2", {}, "Steps"),
     buildTable([
-      { title: "step", number: true, cell: (one) => element("a", { href: linkTimes(run, one.begin, one.end, 0.02) }, one.step) },
-      { title: "seconds", number: true, cell: (one) => formatNumber(one.end - one.begin) },
-      { title: "begins", cell: (one) => formatTime(one.begin) },
-      { title: "limited by", cell: (one) => one.limit || "–" },
-      { title: "reward", number: true, cell: (one) => formatNumber(one.reward) },
-    ], [...found.steps].reverse()));
+      { title: "step", number: true, cell: (row) => element("a", { href: linkTimes(run, row.begin, row.end, 0.02) }, row.step) },
+      { title: "seconds", number: true, cell: (row) => formatNumber(row.end - row.begin) },
+      { title: "begins", cell: (row) => formatTime(row.begin) },
+      { title: "limited by", cell: (row) => row.limit || "–" },
+      { title: "reward", number: true, cell: (row) => formatNumber(row.reward) },
+    ], [...data.steps].reverse()));
 }
 
 function linkTimes(run, begin, end, margin = 0.5) {
@@ -65,7 +65,7 @@ function linkTimes(run, begin, end, margin = 0.5) {
   return buildHash("timeline", { run, from: (begin - more).toFixed(3), to: (end + more).toFixed(3) });
 }
 
-/** The rows that an episode or a call belongs to, if it is known. */
+/** Return the page of the rows of an episode or a call, if it is known. */
 function findSlicePage(run, facts) {
   if (facts.row) return buildHash("trajectory", { run, row: facts.row });
   if (facts.ticket_id === undefined || isReport) return null;
@@ -82,7 +82,7 @@ function formatFacts(facts) {
     .map(([key, value]) => `${key}=${Number.isInteger(value) ? value : formatNumber(value)}`).join("  ");
 }
 
-/** Which color is what, of the states and slices that are there. */
+/** Build the legend of the colors of states and slices. */
 function buildColorLegend(processes) {
   const names = new Set(processes.flatMap((process) => process.lanes.flatMap((lane) => (lane.slices || []).map(([, , name]) => name))));
   const known = [...names].filter((name) => name in SLICE_COLORS);
@@ -95,16 +95,16 @@ function describeProcess(process, options) {
   return element("section", {},
     element("h3", {}, process.process, element("span", { class: "quiet" }, [process.node && ` on ${process.node}`, shares && `: ${shares}`].filter(Boolean).join(""))),
     process.lanes.map((lane, index) => drawLane({ ...options, ...lane, name: `${process.process} ${process.node} ${index}`,
-      height: lane.counts ? LANE_HEIGHT.counts : lane.title === "states" ? LANE_HEIGHT.states : LANE_HEIGHT.one })));
+      height: lane.counts ? LANE_HEIGHT.counts : lane.title === "states" ? LANE_HEIGHT.states : LANE_HEIGHT.normal })));
 }
 
-/** A lane as a canvas that tells what is under the pointer, or chosen by arrow keys. */
-function drawLane({ name, title, slices, counts, most, height, view, found, run, told, show }) {
+/** Draw a lane as a canvas that describes the bar under the pointer, or chosen by arrow keys. */
+function drawLane({ name, title, slices, counts, most, height, view, data, run, status, show }) {
   const canvas = element("canvas", { height, style: { height: `${height}px` }, role: "img", "data-name": name, tabindex: slices && slices.length ? "0" : null,
     "aria-label": counts ? `${title}: at most ${formatNumber(most)} at once` : `${title || "lane"}: ${slices.length} bars` });
-  let chosen = slices && chosenBar?.lane === name ? slices.findIndex(([begin]) => Math.abs(found.begin + begin - chosenBar.begin) < 1e-3) : -1;
+  let chosen = slices && chosenBar?.lane === name ? slices.findIndex(([begin]) => Math.abs(data.begin + begin - chosenBar.begin) < 1e-3) : -1;
   let from = null;
-  const toX = (seconds) => (found.begin + seconds - view.begin) / (view.end - view.begin) * canvas.clientWidth;
+  const toX = (seconds) => (data.begin + seconds - view.begin) / (view.end - view.begin) * canvas.clientWidth;
   const toTime = (x) => view.begin + x / canvas.clientWidth * (view.end - view.begin);
   const draw = () => {
     const pixels = window.devicePixelRatio || 1;
@@ -112,28 +112,28 @@ function drawLane({ name, title, slices, counts, most, height, view, found, run,
     canvas.height = height * pixels;
     const context = canvas.getContext("2d");
     context.scale(pixels, pixels);
-    if (counts) drawCounts(context, counts, most, height, toX, found);
+    if (counts) drawCounts(context, counts, most, height, toX, data);
     else drawSlices(context, slices, chosen, height, toX, canvas.clientWidth);
   };
-  const tell = (place) => {
-    if (!slices || place < 0 || place >= slices.length) return;
-    const [begin, end, what, facts] = slices[place];
-    told.textContent = `${what}: ${formatSeconds(end - begin)}, from ${formatTime(found.begin + begin).slice(11)}  ${formatFacts(facts)}`;
+  const describeBar = (index) => {
+    if (!slices || index < 0 || index >= slices.length) return;
+    const [begin, end, barName, facts] = slices[index];
+    status.textContent = `${barName}: ${formatSeconds(end - begin)}, from ${formatTime(data.begin + begin).slice(11)}  ${formatFacts(facts)}`;
   };
   const findAt = (x) => slices ? slices.findIndex(([begin, end]) => toX(begin) - 1 <= x && x <= Math.max(toX(end), toX(begin) + 2)) : -1;
   const findX = (event) => event.clientX - canvas.getBoundingClientRect().left;
   canvas.addEventListener("pointerdown", (event) => { from = findX(event); });
   canvas.addEventListener("pointermove", (event) => {
     if (counts) {
-      const share = (toTime(findX(event)) - found.begin) / (found.end - found.begin);
+      const share = (toTime(findX(event)) - data.begin) / (data.end - data.begin);
       const value = counts[Math.floor(share * counts.length)];
-      if (value !== undefined) told.textContent = `${title}: ${formatNumber(value)} under way, at most ${formatNumber(most)}`;
-    } else tell(findAt(findX(event)));
+      if (value !== undefined) status.textContent = `${title}: ${formatNumber(value)} under way, at most ${formatNumber(most)}`;
+    } else describeBar(findAt(findX(event)));
   });
   canvas.addEventListener("pointerup", (event) => {
     const to = findX(event);
-    const place = findAt(to);
-    const page = place >= 0 && findSlicePage(run, slices[place][3]);
+    const index = findAt(to);
+    const page = index >= 0 && findSlicePage(run, slices[index][3]);
     if (from !== null && Math.abs(to - from) > 5) show(toTime(Math.min(from, to)), toTime(Math.max(from, to)));
     else if (page) location.hash = page;
     from = null;
@@ -141,16 +141,16 @@ function drawLane({ name, title, slices, counts, most, height, view, found, run,
   canvas.addEventListener("keydown", (event) => {
     if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
       chosen = Math.max(0, Math.min(slices.length - 1, chosen + (event.key === "ArrowRight" ? 1 : -1)));
-      chosenBar = { lane: name, begin: found.begin + slices[chosen][0] };
+      chosenBar = { lane: name, begin: data.begin + slices[chosen][0] };
       event.preventDefault();
       draw();
-      tell(chosen);
+      describeBar(chosen);
     } else if (event.key === "Enter" && chosen >= 0) {
       const page = findSlicePage(run, slices[chosen][3]);
-      location.hash = page || linkTimes(run, found.begin + slices[chosen][0], found.begin + slices[chosen][1]);
+      location.hash = page || linkTimes(run, data.begin + slices[chosen][0], data.begin + slices[chosen][1]);
     }
   });
-  tell(chosen);
+  describeBar(chosen);
   new ResizeObserver(() => requestAnimationFrame(draw)).observe(canvas);
   canvas.addEventListener("redraw", draw);
   return element("div", { class: "lane" }, element("span", { class: "small quiet" }, title), canvas);
@@ -170,7 +170,7 @@ function findColor(name) {
 function drawSlices(context, slices, chosen, height, toX, width) {
   const colors = {};
   context.font = "10px system-ui, sans-serif";
-  slices.forEach(([begin, end, name], place) => {
+  slices.forEach(([begin, end, name], index) => {
     const [left, right] = [toX(begin), toX(end)];
     if (right < 0 || left > width) return;
     colors[name] = colors[name] || findColor(name);
@@ -181,7 +181,7 @@ function drawSlices(context, slices, chosen, height, toX, width) {
       context.fillStyle = findColor(["--idle", "--line"].includes(SLICE_COLORS[name]) ? "label of a light bar" : "label");
       context.fillText(name, Math.max(left, 0) + 4, height - 4, size - 8);
     }
-    if (place === chosen) {
+    if (index === chosen) {
       context.strokeStyle = findColor("chosen-mark");
       context.lineWidth = 2;
       context.strokeRect(left + 1, 1, Math.max(2, size - 2), height - 2);
@@ -189,19 +189,19 @@ function drawSlices(context, slices, chosen, height, toX, width) {
   });
 }
 
-function drawCounts(context, counts, most, height, toX, found) {
+function drawCounts(context, counts, most, height, toX, data) {
   context.fillStyle = findColor("episodes");
-  const width = (found.end - found.begin) / counts.length;
-  counts.forEach((count, place) => {
-    const [left, right] = [toX(place * width), toX((place + 1) * width)];
+  const width = (data.end - data.begin) / counts.length;
+  counts.forEach((count, index) => {
+    const [left, right] = [toX(index * width), toX((index + 1) * width)];
     const size = most > 0 ? count / most * height : 0;
     context.fillRect(left, height - size, Math.max(1, right - left), size);
   });
 }
 
-/** One listener for all lanes that there ever are: one of each would keep it for good. */
+/** One listener for all lanes: one for each would keep its lane in memory. */
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
-  document.querySelectorAll(".lane canvas").forEach((one) => one.dispatchEvent(new Event("redraw"))));
+  document.querySelectorAll(".lane canvas").forEach((canvas) => canvas.dispatchEvent(new Event("redraw"))));
 
 /** Keys of the page's buttons. */
 document.addEventListener("keydown", (event) => {

@@ -58,41 +58,41 @@ async function showTrajectories(main, query, go) {
   const buildChips = (shortcuts) => shortcuts.map(([title, expression]) =>
     element("button", { type: "button", class: "plain", "aria-pressed": String(where === expression), onclick: () => choose({ where: expression }) }, title));
   const chips = isReport ? "" : element("div", { class: "chips" }, buildChips(SHORTCUTS));
-  const place = element("div", {});
-  main.replaceChildren(element("h1", {}, "Trajectories"), form, chips, place,
+  const holder = element("div", {});
+  main.replaceChildren(element("h1", {}, "Trajectories"), form, chips, holder,
     failures.length ? element("section", {}, element("h2", {}, "Failed episodes by exception"), buildTable([
-      { title: "episodes", number: true, cell: (one) => formatNumber(one.count) },
-      { title: "exception and line", wide: true, cell: (one) => isReport ? one.cause : element("a", {
-        href: buildHash("trajectories", { run, where: `kind=failed and cause${compareText(one.cause)}` }) }, one.cause || "not known") },
+      { title: "episodes", number: true, cell: (item) => formatNumber(item.count) },
+      { title: "exception and line", wide: true, cell: (item) => isReport ? item.cause : element("a", {
+        href: buildHash("trajectories", { run, where: `kind=failed and cause${compareText(item.cause)}` }) }, item.cause || "not known") },
     ], failures)) : "");
-  let found;
+  let data;
   try {
-    found = await fetchData("rows", { run, where, sort, order, offset, count: PAGE_ROWS });
+    data = await fetchData("rows", { run, where, sort, order, offset, count: PAGE_ROWS });
   } catch (error) {
-    place.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
+    holder.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
     return;
   }
-  if (chips && found.sets.length) chips.append(element("span", { class: "quiet" }, "evaluation sets:"), ...buildChips(found.sets.map((one) => [one.name, one.where])));
+  if (chips && data.sets.length) chips.append(element("span", { class: "quiet" }, "evaluation sets:"), ...buildChips(data.sets.map((item) => [item.name, item.where])));
   const first = Number(offset);
-  const turn = (text, to) => element("button", { type: "button", class: "plain", disabled: to < 0 || to >= found.matching,
+  const turn = (text, to) => element("button", { type: "button", class: "plain", disabled: to < 0 || to >= data.matching,
     onclick: () => choose({ offset: String(Math.max(0, to)) }) }, text);
-  const shown = `${formatNumber(Math.min(first + 1, found.matching))} to ${formatNumber(first + found.rows.length)} of ${formatNumber(found.matching)}`;
-  place.replaceChildren(
-    ...(found.problems || []).map((problem) => element("p", { class: "problem small" }, problem)),
-    element("p", { class: "quiet small" }, `Rows ${shown} that match; ${formatNumber(found.total)} in all. `,
+  const shown = `${formatNumber(Math.min(first + 1, data.matching))} to ${formatNumber(first + data.rows.length)} of ${formatNumber(data.matching)}`;
+  holder.replaceChildren(
+    ...(data.problems || []).map((problem) => element("p", { class: "problem small" }, problem)),
+    element("p", { class: "quiet small" }, `Rows ${shown} that match; ${formatNumber(data.total)} in all. `,
       isReport ? "" : [element("kbd", {}, "/"), " filter, "], element("kbd", {}, "j"), " ", element("kbd", {}, "k"), " down and up, ", element("kbd", {}, "Enter"), " open."),
-    found.rows.length
-      ? buildTable(rowColumns(run, found.rows), found.rows, {
+    data.rows.length
+      ? buildTable(rowColumns(run, data.rows), data.rows, {
         link: (row) => linkRow(run, row),
         sorted: { field: sort, up: order === "up" },
         onsort: (field) => choose({ sort: field, order: sort === field && order !== "up" ? "up" : "" }),
       })
-      : element("p", {}, found.total ? "No row matches." : "No shard is sealed yet."),
+      : element("p", {}, data.total ? "No row matches." : "No shard is sealed yet."),
     isReport ? "" : element("p", { class: "filter", style: { display: "flex", gap: "8px", marginTop: "10px" } },
       turn("Newer", first - PAGE_ROWS), turn("Older", first + PAGE_ROWS)));
 }
 
-/** A comparison with a text. One with both kinds of quotes is looked for by its longest part. */
+/** Return a comparison with a text; one with both kinds of quotes is compared by its longest part. */
 function compareText(text) {
   if (!text.includes('"')) return `="${text}"`;
   if (!text.includes("'")) return `='${text}'`;
@@ -101,34 +101,34 @@ function compareText(text) {
 
 async function showTrajectory(main, query, go) {
   const { run, row: name, color = "logprob" } = query;
-  const found = await fetchData("trajectory", { run, row: name });
-  const fields = Object.entries(found.task_fields);
-  const seconds = found.ended_at ? found.ended_at - found.started_at : null;
+  const data = await fetchData("trajectory", { run, row: name });
+  const fields = Object.entries(data.task_fields);
+  const seconds = data.ended_at ? data.ended_at - data.started_at : null;
   const others = (title, rows) => rows.length > 1 || (rows.length && nameRow(rows[0]) !== name)
     ? element("details", { open: title === "The group" }, element("summary", {}, `${title}: ${rows.length} rows, reward ${describeRewards(rows)}`),
       listRelated(run, rows, name))
     : "";
   main.replaceChildren(
-    element("h1", {}, `${found.set ? `Task ${found.set_task} of the evaluation set ${found.set}` : `Ticket ${found.ticket}`}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),
-    found.error ? element("section", {}, element("h2", {}, "Error"), element("div", { class: "message" }, element("pre", {}, found.error))) : "",
+    element("h1", {}, `${data.set ? `Task ${data.set_task} of the evaluation set ${data.set}` : `Ticket ${data.ticket}`}, episode ${data.episode}: reward ${formatNumber(data.reward)}`),
+    data.error ? element("section", {}, element("h2", {}, "Error"), element("div", { class: "message" }, element("pre", {}, data.error))) : "",
     element("h2", {}, "Conversation"),
-    ...(found.messages.length ? found.messages.map(buildMessage) : [element("p", { class: "quiet" }, "The row has no messages.")]),
+    ...(data.messages.length ? data.messages.map(buildMessage) : [element("p", { class: "quiet" }, "The row has no messages.")]),
     fields.length ? element("section", {}, element("h2", {}, "The task"), element("div", { class: "panel" }, buildFacts(fields))) : "",
-    found.tools.length ? element("details", {}, element("summary", {}, "Tools that it could call"),
-      element("div", { class: "message" }, element("pre", {}, JSON.stringify(found.tools, null, 2)))) : "",
+    data.tools.length ? element("details", {}, element("summary", {}, "Tools that it could call"),
+      element("div", { class: "message" }, element("pre", {}, JSON.stringify(data.tools, null, 2)))) : "",
     element("div", { class: "panel" }, buildFacts([
-      ["kind", found.kind], ["attempt", found.kind === "evaluation" ? "" : String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
-      ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(found.temperature)],
+      ["kind", data.kind], ["attempt", data.kind === "evaluation" ? "" : String(data.attempt)], ["task", data.task >= 0 ? String(data.task) : ""], ["cell", data.cell],
+      ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(data.temperature)],
       ["recorded in", element("span", { class: "mono" }, name)],
-      ["in training", found.annotation ? describeOutcome(found.annotation) : ""],
-      ["without effect", Object.entries(found.ignored).map(([key, count]) => `${key} (${count})`).join(", ")],
+      ["in training", data.annotation ? describeOutcome(data.annotation) : ""],
+      ["without effect", Object.entries(data.ignored).map(([key, count]) => `${key} (${count})`).join(", ")],
     ])),
-    element("section", {}, others("The group", found.group), others("The same task at other times", found.task_rows)),
+    element("section", {}, others("The group", data.group), others("The same task at other times", data.task_rows)),
     element("h2", {}, "Tokens"),
-    buildTokens(found.tokens, found.annotation, color, (to) => go("trajectory", { ...query, color: to })));
+    buildTokens(data.tokens, data.annotation, color, (to) => go("trajectory", { ...query, color: to })));
 }
 
-/** Rows beside the one that is shown, which is marked. */
+/** List rows beside the shown row, which is marked. */
 function listRelated(run, rows, own) {
   const table = buildTable(rowColumns(run, rows), rows, { link: (row) => linkRow(run, row) });
   table.classList.add("related");
@@ -169,7 +169,7 @@ function describeOutcome({ step, outcome, advantage }) {
   return `${outcome}, in step ${step}` + (outcome === "trained" ? `, advantage ${formatNumber(advantage)}` : "");
 }
 
-/** Colors of tokens: `value` of one, what a full color means, and which sign has which color. */
+/** Colors of tokens: `value` of a token, its `share` of the full color, and colors by sign. */
 const TOKEN_COLORS = {
   logprob: { title: "log-probability", legend: "the redder, the less likely", value: (token) => token.logprob, share: (value) => -value / 5 },
   version: { title: "weight version" },
@@ -182,7 +182,7 @@ const TOKEN_COLORS = {
 };
 const REASON_COLORS = { "cut reply": "--warn", "untrainable reply": "--series-4", "weight out of bounds": "--bad", clipped: "--series-2" };
 
-/** What is known of each token, as objects. */
+/** List the recorded and annotated values of each token, as objects. */
 function listTokens(tokens, annotation) {
   const pick = (name, index) => annotation ? annotation[name][index] : null;
   return tokens.ids.map((id, index) => {
@@ -204,18 +204,18 @@ function describeToken(token) {
 function buildTokens(tokens, annotation, color, choose) {
   const chosen = TOKEN_COLORS[color] && (annotation || !TOKEN_COLORS[color].annotated) ? color : "logprob";
   const versions = [...new Set(tokens.versions.filter(Boolean))];
-  const place = element("div", { class: "tokens panel", tabindex: "0", role: "group", "aria-label": "tokens" });
+  const holder = element("div", { class: "tokens panel", tabindex: "0", role: "group", "aria-label": "tokens" });
   const known = listTokens(tokens, annotation);
-  const chunks = fillOnSight(place, known, (token) => {
+  const chunks = fillOnSight(holder, known, (token) => {
     const piece = document.createElement("span");
     piece.textContent = token.text;
     if (!token.isSampled) piece.className = "prompt";
     else piece.style.background = pickTokenColor(chosen, token, versions.indexOf(token.version));
     return piece;
   });
-  const told = describeOnDemand(place, chunks, known);
-  const sampled = tokens.mask.filter((one) => one === 1).length;
-  const offered = Object.entries(TOKEN_COLORS).filter(([, one]) => annotation || !one.annotated);
+  const status = describeOnDemand(holder, chunks, known);
+  const sampled = tokens.mask.filter((item) => item === 1).length;
+  const offered = Object.entries(TOKEN_COLORS).filter(([, item]) => annotation || !item.annotated);
   return element("div", {},
     element("div", { class: "chips" }, element("span", { class: "quiet" }, "color:"), offered.map(([key, { title }]) =>
       element("button", { type: "button", class: "plain", "aria-pressed": String(key === chosen), onclick: () => choose(key) }, title))),
@@ -224,11 +224,11 @@ function buildTokens(tokens, annotation, color, choose) {
       + (TOKEN_COLORS[chosen].legend ? `; ${TOKEN_COLORS[chosen].legend}` : "")),
     chosen === "mask" ? element("p", { class: "legend" }, Object.entries(REASON_COLORS).map(([reason, variable]) =>
       element("span", {}, element("i", { style: { background: `var(${variable})` } }), reason))) : "",
-    told, place);
+    status, holder);
 }
 
-/** The text of all tokens; a chunk of it gets an element a token when it comes into sight. */
-function fillOnSight(place, tokens, build) {
+/** Insert the text of all tokens; a chunk of it gets an element per token when it comes into sight. */
+function fillOnSight(parent, tokens, build) {
   const chunks = [];
   for (let start = 0; start < tokens.length; start += CHUNK_TOKENS) {
     const part = tokens.slice(start, start + CHUNK_TOKENS);
@@ -240,19 +240,19 @@ function fillOnSight(place, tokens, build) {
     } };
     chunks.push(chunk);
   }
-  const sight = new IntersectionObserver((seen) => seen.filter((one) => one.isIntersecting).forEach((one) => {
-    chunks.find((chunk) => chunk.holder === one.target).fill();
-    sight.unobserve(one.target);
+  const sight = new IntersectionObserver((seen) => seen.filter((entry) => entry.isIntersecting).forEach((entry) => {
+    chunks.find((chunk) => chunk.holder === entry.target).fill();
+    sight.unobserve(entry.target);
   }), { rootMargin: "800px" });
   chunks[0]?.fill();
   for (const chunk of chunks.slice(1)) sight.observe(chunk.holder);
-  place.append(...chunks.map((chunk) => chunk.holder));
+  parent.append(...chunks.map((chunk) => chunk.holder));
   return chunks;
 }
 
-/** A line on the token under the pointer, or chosen with the arrow keys. */
-function describeOnDemand(place, chunks, tokens) {
-  const told = element("p", { class: "told quiet small", role: "status" }, "Point at a token, or choose one with the arrow keys.");
+/** Make a line that describes the token under the pointer, or chosen with the arrow keys. */
+function describeOnDemand(parent, chunks, tokens) {
+  const status = element("p", { class: "status-line quiet small", role: "status" }, "Point at a token, or choose one with the arrow keys.");
   let at = -1;
   let marked = null;
   const choose = (index) => {
@@ -263,20 +263,20 @@ function describeOnDemand(place, chunks, tokens) {
     at = index;
     marked = chunk.pieces[index - chunk.start];
     marked.classList.add("chosen");
-    told.textContent = describeToken(tokens[at]);
+    status.textContent = describeToken(tokens[at]);
   };
-  place.addEventListener("pointerover", (event) => {
-    const chunk = chunks.find((one) => one.holder === event.target.parentElement);
+  parent.addEventListener("pointerover", (event) => {
+    const chunk = chunks.find((item) => item.holder === event.target.parentElement);
     if (chunk) choose(chunk.start + chunk.pieces.indexOf(event.target));
   });
-  place.addEventListener("keydown", (event) => {
-    const places = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tokens.length - 1 };
-    if (!(event.key in places)) return;
+  parent.addEventListener("keydown", (event) => {
+    const targets = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tokens.length - 1 };
+    if (!(event.key in targets)) return;
     event.preventDefault();
-    choose(places[event.key]);
+    choose(targets[event.key]);
     marked?.scrollIntoView({ block: "nearest" });
   });
-  return told;
+  return status;
 }
 
 function pickTokenColor(color, token, version) {
@@ -284,9 +284,9 @@ function pickTokenColor(color, token, version) {
   if (color === "trained") return "color-mix(in srgb, var(--accent) 25%, transparent)";
   if (color === "mask") return token.reason ? `color-mix(in srgb, var(${REASON_COLORS[token.reason] || "--bad"}) 45%, transparent)` : "";
   const { value, share, isSigned } = TOKEN_COLORS[color];
-  const found = value(token);
-  if (found === null) return "";
-  const strength = Math.min(1, Math.abs(share(found)));
-  const variable = isSigned && found > (color === "ratio" ? 1 : 0) ? "--good" : "--bad";
+  const number = value(token);
+  if (number === null) return "";
+  const strength = Math.min(1, Math.abs(share(number)));
+  const variable = isSigned && number > (color === "ratio" ? 1 : 0) ? "--good" : "--bad";
   return `color-mix(in srgb, var(${variable}) ${Math.round((isSigned ? 0 : 5) + 60 * strength)}%, transparent)`;
 }
