@@ -1,1 +1,1 @@
-"""The `areal-hpc` command line."""
+"""Command line `areal-hpc`."""

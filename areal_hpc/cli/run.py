@@ -125,8 +125,8 @@ def _describe_environment_variables(recipe: Recipe) -> Iterator[str]:
     yield "environment by role (SGLang has that of agents, whose process starts it, and of serve)"
     for role, variables in build_role_variables(recipe).items():
         shown = [f"{name}={value}" for name, value in variables.items()]
-        own = getattr(recipe.cluster, role).variables
-        shown += [f"{name}=(cluster.{role}.variables)" for name in own]
+        recipe_variables = getattr(recipe.cluster, role).variables
+        shown += [f"{name}=(cluster.{role}.variables)" for name in recipe_variables]
         yield from _wrap_under_title(f"  {role:<7} ", shown or ["nothing"])
     if network := recipe.cluster.slurm.network.build_environment_variables():
         shown = [f"{name}={value}" for name, value in network.items()]

@@ -5,7 +5,7 @@ VALIDATION_SET_NAME = "valid"
 """Name of the set of `valid_dataset`, whose number is 0."""
 
 STEP_OF_LOADED_WEIGHTS = 0
-"""Step that stands for the weights that replicas load, in an evaluation without a trainer."""
+"""Step number of the weights that replicas load in an evaluation without a trainer."""
 
 
 def get_ticket_id_in_evaluation(set_number: int, task_index: int) -> int:

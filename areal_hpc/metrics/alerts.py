@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 TrainedStepRow = Mapping[str, Any]
-"""A row of `metrics.jsonl` of a step that trained something."""
+"""Row of `metrics.jsonl` of a step that trained something."""
 AlertLevel = Literal["failure", "note"]
 
 NO_SIGNAL_STEPS = 3

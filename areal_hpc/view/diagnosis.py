@@ -365,7 +365,7 @@ def _build_task_exit_event(
     distance, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:
         retry = "run the same command again" if is_local else "areal-hpc resume RUN key=value"
-        distance, hint = 1, f"change the recipe as it says, then {retry}"
+        distance, hint = 1, f"change the recipe as the message says, then {retry}"
     if outcome.says_why and reason:
         text, reason = f"{exit_record.job}: {reason[0].strip()}", reason[1:]
     else:

@@ -65,7 +65,7 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
         f"expected {' or '.join(BUILT_IN_PROGRAMS)}, or a program FILE.py, "
         f"got {tracker_name_or_path!r}",
         key="--tracker",
-        hint="docs/metrics.md says what a program gets",
+        hint="docs/metrics.md describes the input of a program",
     )
 
 

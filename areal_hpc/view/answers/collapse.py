@@ -82,7 +82,7 @@ _SURE, _AGREE = "the policy is nearly sure of every token", "engine and trainer 
 _CUT = "replies reach their limit of tokens"
 COLLAPSE_SIGNS = (
     CollapseSign("entropy/mean", _SURE, "falls", MIN_ENTROPY_NATS, 0.35),
-    CollapseSign("entropy/mean", "the policy says anything", "rises", 1.0, 3.0),
+    CollapseSign("entropy/mean", "the policy samples nearly at random", "rises", 1.0, 3.0),
     CollapseSign(DISTINCT_REPLIES_NAME, "samples of a task say the same", "falls", 0.5, 0.6),
     CollapseSign(
         "reply/repeated_fraction", "replies end in loops", "rises", MAX_REPEATED_FRACTION, 2.0

@@ -84,7 +84,7 @@ _VERDICT_BY_PART = {
     ),
     "waiting for a replica": _Verdict(
         "no replica served the weights",
-        hint="areal-hpc why RUN and areal-hpc logs RUN say what became of the cells",
+        hint="areal-hpc why RUN and areal-hpc logs RUN show what happened to the cells",
     ),
 }
 """Verdicts on parts that have the same explanation in every run."""

@@ -71,17 +71,17 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """What is asked about one run."""
+    """Request for data of one run."""
 
     view: RunView
     query: Query
     open_rows: Callable[[], RowIndex]
-    """The recorded rows that there are by now."""
+    """Function that returns the index of the rows recorded by now."""
 
 
-def _find_row_page(asked: PageRequest) -> JsonObject:
-    query, problems = asked.query, list[str]()
-    index, sets = asked.open_rows(), list_set_names(asked.view.paths, problems)
+def _find_row_page(request: PageRequest) -> JsonObject:
+    query, problems = request.query, list[str]()
+    index, sets = request.open_rows(), list_set_names(request.view.paths, problems)
     page = index.find_page(
         query.get("where", ""),
         query.get("sort", ""),
@@ -99,28 +99,28 @@ def _find_row_page(asked: PageRequest) -> JsonObject:
     }
 
 
-def _describe_trajectory(asked: PageRequest) -> JsonObject:
-    run = asked.view.paths
-    shard, row = run_pages.parse_row_name(asked.query.get("row", ""))
+def _describe_trajectory(request: PageRequest) -> JsonObject:
+    run = request.view.paths
+    shard, row = run_pages.parse_row_name(request.query.get("row", ""))
     return run_pages.describe_trajectory(
-        run, asked.open_rows(), shard, row, list_set_names(run, [])
+        run, request.open_rows(), shard, row, list_set_names(run, [])
     )
 
 
 RUN_PAGES: dict[str, Callable[[PageRequest], Any]] = {
-    "overview": lambda asked: run_pages.describe_run_overview(asked.view),
-    "summary": lambda asked: run_pages.describe_summary(asked.view),
-    "metrics": lambda asked: run_pages.describe_metrics(asked.view.paths),
-    "evaluations": lambda asked: build_evaluation_sets_page(asked.view.paths),
-    "timeline": lambda asked: describe_timeline(asked.view.paths, asked.query),
-    "failures": lambda asked: asked.open_rows().count_failure_causes(),
+    "overview": lambda request: run_pages.describe_run_overview(request.view),
+    "summary": lambda request: run_pages.describe_summary(request.view),
+    "metrics": lambda request: run_pages.describe_metrics(request.view.paths),
+    "evaluations": lambda request: build_evaluation_sets_page(request.view.paths),
+    "timeline": lambda request: describe_timeline(request.view.paths, request.query),
+    "failures": lambda request: request.open_rows().count_failure_causes(),
 }
-"""Pages of one run, which a report has, too."""
+"""Pages of one run, which a report contains as well."""
 CHOICE_PAGES: dict[str, Callable[[PageRequest], Any]] = {
     "rows": _find_row_page,
     "trajectory": _describe_trajectory,
 }
-"""Pages of what is chosen in a run."""
+"""Pages of rows that the reader chooses in a run."""
 
 
 def read_static_file(file_name: str) -> bytes:
@@ -208,7 +208,7 @@ class DashboardApp:
     def _describe_run_page(self, page: str, query: Query) -> Any:
         run = self._find_run(query)
         view = RunView(run)
-        if page == "overview":  # the one that asks Slurm
+        if page == "overview":  # the one that queries Slurm
             (view,) = self._viewer.view([run])
         describe = RUN_PAGES.get(page) or CHOICE_PAGES[page]
         return describe(PageRequest(view, query, lambda: self._open_refreshed_index(run)))

@@ -60,22 +60,22 @@ def write_report(runs: Sequence[RunPaths], out: Path, cache_dir: Path) -> int:
 
 
 def _describe_pages(view: RunView, index: RowIndex) -> JsonObject:
-    asked = PageRequest(view, {}, lambda: index)
+    request = PageRequest(view, {}, lambda: index)
     return {
-        name: _describe_page(f"{name} of {view.paths.root}", "error", partial(describe, asked))
+        name: _describe_page(f"{name} of {view.paths.root}", "error", partial(describe, request))
         for name, describe in RUN_PAGES.items()
     }
 
 
 def _describe_rows(run: RunPaths, index: RowIndex, max_rows: int, max_bytes: int) -> JsonObject:
-    """Failed and held-out rows, and groups of steps over the run, as many as there is room for."""
+    """Describe failed and held-out rows, and groups of steps over the run, up to the limits."""
     sets, trajectories, rows = list_set_names(run, []), dict[str, JsonObject](), []
     for row in index.select_sample_rows(max_rows):
         name = f"{row['shard']}/{row['row']}"
         describe = partial(
             run_pages.describe_trajectory, run, index, row["shard"], row["row"], sets
         )
-        # `error` is that of the episode.
+        # The key `error` is that of the episode.
         content = _describe_page(f"{name} of {run.root}", "problem", describe)
         max_bytes -= len(encode_browser_json(content))
         if max_bytes < 0:

@@ -200,4 +200,4 @@ def _explain_slow_run_once(paths: RunPaths, _metrics_bytes: int) -> JsonObject:
     try:
         return describe_answer(explain_slow_run(paths))
     except ArealError as error:
-        return {"headline": f"cannot be told: {error}", "findings": [], "hints": []}
+        return {"headline": f"cannot be explained: {error}", "findings": [], "hints": []}

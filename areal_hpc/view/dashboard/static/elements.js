@@ -1,10 +1,10 @@
 "use strict";
-// Elements of the page. Text is always set as text: what agents wrote is never markup.
+// Elements of the page. Text is always set as text, so that text of agents is never markup.
 
-/** By the names in their addresses, in the order of their tabs: each script adds its own. */
+/** Pages by the names in their addresses, in the order of their tabs: each script adds its pages. */
 const PAGES = {};
 
-/** An element with attributes, listeners (`onclick`) and children: elements or texts. */
+/** Make an element with attributes, listeners (`onclick`) and children: elements or texts. */
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {

@@ -76,7 +76,7 @@ function listEvents(events) {
   if (!events.length) return element("p", { class: "quiet" }, "none");
   const columns = [
     { title: "time", cell: (event) => formatTime(event.time) },
-    { title: "who", cell: (event) => event.role },
+    { title: "role", cell: (event) => event.role },
     { title: "event", cell: (event) => event.event },
     { title: "facts", wide: true, cell: (event) => Object.entries(event)
       .filter(([key]) => !["time", "role", "event"].includes(key))
