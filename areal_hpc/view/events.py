@@ -1,4 +1,4 @@
-"""Evaluation of a run's events: failures by cause, the present phase, lines for the terminal."""
+"""Text from a run's events: failures by cause, the present phase, lines for the terminal."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ class RowIndex:
             return 0
         ids_of_shard = "SELECT id FROM rows WHERE shard = ?"
         with self._database:
-            # Another process may have added it first. This write locks the ids chosen below.
+            # Another process may have added it first. This write takes the lock that guards ids.
             self._database.execute(f"DELETE FROM texts WHERE id IN ({ids_of_shard})", (file,))
             self._database.execute("DELETE FROM rows WHERE shard = ?", (file,))
             (last,) = self._database.execute("SELECT MAX(id) FROM rows").fetchone()
