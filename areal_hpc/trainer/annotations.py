@@ -140,8 +140,7 @@ class StepAnnotator:
     def _gather_measures(self) -> FloatArray:
         """Gather all ranks' measures by column, ordered as `TOKEN_MEASURE_NAMES`. A collective.
 
-        0 where no pass saw a token. Tensor-parallel ranks have equal values: only the first adds
-        its own.
+        0 for tokens that no pass saw. Only the first tensor-parallel rank counts: all agree.
         """
         size = sum(len(self._rows[index].input_ids_T) for index in self._starts)
         values = torch.zeros(len(TOKEN_MEASURE_NAMES), size)

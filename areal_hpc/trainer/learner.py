@@ -170,8 +170,7 @@ class Learner:
     ) -> JsonMetricRow:
         """Consume one batch; return its metrics, on rank 0 with those of replies and episodes.
 
-        A batch that is quarantined, or that no rank can read, is consumed without being trained. A
-        collective.
+        A batch that is quarantined or unreadable is consumed without being trained. A collective.
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(records_spans=True), self._config

@@ -1,4 +1,4 @@
-"""AdamW, its state divided over data-parallel ranks by Megatron or, with the weights, by FSDP2."""
+"""AdamW whose state is divided over data-parallel ranks, by Megatron or with weights by FSDP2."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,27 +28,27 @@ from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
 
 class Optimizer(Protocol):
-    """What trains a network: `MegatronAdamW` or `ShardedAdamW`."""
+    """Optimizer of a network: `MegatronAdamW` or `ShardedAdamW`."""
 
     param_groups: list[dict[str, Any]]
 
     def prepare_gradients(self) -> AbstractContextManager[float]:
         """Make gradients ready to be applied and measure their norm. A collective.
 
-        What that lends is given back at the end.
+        The end of the block releases what this provides for them.
         """
 
     def apply_gradients(self, norm: float) -> None:
-        """Clip the gradients of this norm, and step."""
+        """Clip the gradients, which have this norm, and step."""
 
     def zero_grad(self) -> None: ...
 
     def list_shards(self) -> list[OptimizerShard]:
-        """What this rank steps."""
+        """List the numbers that this rank steps."""
 
 
 class MegatronAdamW(ChainedOptimizer):  # type: ignore[misc]
-    """Megatron's optimizers, of the experts' parameters and of all others."""
+    """Megatron's optimizers: one of the experts' parameters, one of all others."""
 
     def __init__(self, optimizers: list[Any], replica: DistributedDataParallel) -> None:
         super().__init__(optimizers)
@@ -75,14 +75,14 @@ class MegatronAdamW(ChainedOptimizer):  # type: ignore[misc]
 
 
 class ShardedAdamW(AdamW):
-    """AdamW over the rows that this rank keeps of what FSDP2 divides."""
+    """AdamW over the rows that this rank keeps of parameters that FSDP2 divides."""
 
     def __init__(self, decoder: torch.nn.Module, config: AdamConfig) -> None:
         trained = [item for item in decoder.named_parameters() if item[1].requires_grad]
-        decayed = {name for name, one in trained if one.dim() > 1 and not name.endswith(".bias")}
+        decayed = {name for name, p in trained if p.dim() > 1 and not name.endswith(".bias")}
         groups = [
             {
-                "params": [one for name, one in trained if (name in decayed) == is_decayed],
+                "params": [p for name, p in trained if (name in decayed) == is_decayed],
                 "weight_decay": config.weight_decay if is_decayed else 0.0,
             }
             for is_decayed in (True, False)
@@ -99,11 +99,11 @@ class ShardedAdamW(AdamW):
 
     @property
     def parameters(self) -> list[Any]:
-        return [one for group in self.param_groups for one in group["params"]]
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @contextmanager
     def prepare_gradients(self) -> Iterator[float]:
-        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm: Any = get_total_norm(gradients)
         yield float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -113,7 +113,7 @@ class ShardedAdamW(AdamW):
         self.step()
 
     def list_shards(self) -> list[OptimizerShard]:
-        """The rows that this rank keeps, as numbers of the whole parameters: their own masters."""
+        """List the rows that this rank keeps, as numbers of whole parameters: their own masters."""
         shards = []
         for parameter in self.parameters:
             master = parameter.detach().to_local().view(-1)
@@ -130,7 +130,7 @@ class ShardedAdamW(AdamW):
 def build_optimizer(
     policy: TrainedNetwork, config: AdamConfig, *, is_offloaded: bool = False
 ) -> Optimizer:
-    """AdamW over the policy's parameters, its moments already zeroed.
+    """Build AdamW over the policy's parameters, with zeroed moments.
 
     Moments exist from the start: a checkpoint is loaded into them. With `is_offloaded` the state is
     on the host between steps (`HostAdamW`).
@@ -153,17 +153,17 @@ def build_optimizer(
         [policy.ddp_module],
     )
     optimizer = MegatronAdamW(megatron.chained_optimizers, policy.ddp_module)
-    place = torch.device("cpu") if is_offloaded else policy.device
+    state_device = torch.device("cpu") if is_offloaded else policy.device
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
-            # Megatron leaves this product to its own scheduler, which is not used here.
+            # Megatron leaves this product to its own scheduler, which this trainer does not use.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             group["betas"], group["eps"] = config.betas, config.eps
             for parameter in group["params"]:
                 part.optimizer.state[parameter] = {
                     "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter, device=place),
-                    "exp_avg_sq": torch.zeros_like(parameter, device=place),
+                    "exp_avg": torch.zeros_like(parameter, device=state_device),
+                    "exp_avg_sq": torch.zeros_like(parameter, device=state_device),
                 }
     if policy.device.type == "cuda":
         switch_adamw_to_fused_kernel(optimizer, policy.device)
@@ -173,10 +173,10 @@ def build_optimizer(
 
 
 def switch_adamw_to_fused_kernel(optimizer: Any, device: torch.device) -> None:
-    """Have AdamW step many parameters with one kernel, which reads and writes each number once.
+    """Make AdamW step many parameters with one kernel, which reads and writes each number once.
 
-    By itself torch takes a chain of some ten kernels on a GPU, with copies of all parameters in
-    between. The kernel wants the counts of steps on the device.
+    By default torch runs some ten kernels in sequence on a GPU, and copies all parameters in
+    between. The fused kernel needs the step counts on the device.
     """
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -189,13 +189,13 @@ _NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)
 
 
 def step_optimizer(optimizer: Optimizer, rate: float) -> float:
-    """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
+    """Apply the accumulated gradients at learning rate `rate`; return their norm before clipping.
 
-    These are the parts of Megatron's own step, with a look at the norm before anything is
-    changed. Weights, moments and step counts stay the same to the bit when the norm, which is the
-    same on every rank, is not finite or exactly 0 (`untrained.is_optimizer_step_taken`). It is 0
-    when all advantages are, or every token is clipped or masked: momentum and decay would move the
-    weights all the same, by what earlier batches taught. A collective.
+    These are the parts of Megatron's own step, with a test of the norm before anything changes.
+    Weights, moments and step counts keep their bits if the norm, which is equal on all ranks, is
+    not finite or exactly 0 (`untrained.is_optimizer_step_taken`). It is 0 if all advantages are, or
+    if every token is clipped or masked: earlier batches' momentum, and decay, would still move the
+    weights. A collective.
     """
     with optimizer.prepare_gradients() as norm:
         kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO
@@ -213,24 +213,23 @@ MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class HostAdamW(AdamW):
-    """AdamW over parts of parameters, its state on the host but for what is being stepped.
+    """AdamW over parts of parameters, its state on the host except for the chunk being stepped.
 
-    The arithmetic stays where it is without offload, and so do its bits: chunk after chunk is
-    copied to the GPU, stepped by the same operations, rounded to the model's weights, and copied
-    back. Between steps the state consists of ordinary tensors of the host, which checkpoints read
-    and write as they would those of a GPU.
+    The arithmetic, and so every bit, is the same as without offload: chunk after chunk is copied to
+    the GPU, stepped by the same operations, rounded to the model's weights, and copied back.
+    Between steps the state is ordinary host tensors, in checkpoints like those of a GPU.
 
     With float32 parameters there are no master weights: the parameters themselves are stepped, and
     only moments are offloaded.
     """
 
     step_device: torch.device
-    """Where gradients are, and steps are computed."""
+    """Device of the gradients, which computes steps."""
     chunk_elements: int
     _host: dict[torch.Tensor, dict[str, torch.Tensor]]
-    """By parameter: the places of its master weights, if it has some, and moments."""
+    """Host memory by parameter: of its master weights, if it has any, and its moments."""
     _weights: Mapping[torch.Tensor, torch.Tensor]
-    """By master weights: the model's, which are the same numbers rounded."""
+    """Model's weights by master weights, of which they are the rounded numbers."""
 
     @classmethod
     def take_over(
@@ -242,87 +241,85 @@ class HostAdamW(AdamW):
     ) -> None:
         """Make an optimizer one of this class, and move its state to the host.
 
-        `weights`: those of the model by their master weights.
+        `weights` are those of the model, by their master weights.
         """
         # Not built anew: Megatron gave it tensors that are no leaves, which AdamW would refuse.
         adam.__class__ = cls
         assert isinstance(adam, cls)
         adam.step_device, adam.chunk_elements, adam._host = device, chunk_elements, {}
         adam._weights = weights
-        everything = [one for group in adam.param_groups for one in group["params"]]
-        names = {
-            one: (*((MASTER_NAME,) if one in weights else ()), *MOMENT_NAMES) for one in everything
-        }
-        size = sum(len(names[one]) * one.numel() for one in everything)
-        places = torch.empty(size, dtype=torch.float32)
+        parameters = [p for group in adam.param_groups for p in group["params"]]
+        names = {p: (*((MASTER_NAME,) if p in weights else ()), *MOMENT_NAMES) for p in parameters}
+        size = sum(len(names[p]) * p.numel() for p in parameters)
+        memory = torch.empty(size, dtype=torch.float32)
         if device.type == "cuda" and size:
-            pin_host_memory(places)
-        for one in everything:
-            parts = places[: len(names[one]) * one.numel()].view(len(names[one]), *one.shape)
-            places = places[parts.numel() :]
-            adam._host[one] = dict(zip(names[one], parts.unbind(), strict=True))
+            pin_host_memory(memory)
+        for p in parameters:
+            parts = memory[: len(names[p]) * p.numel()].view(len(names[p]), *p.shape)
+            memory = memory[parts.numel() :]
+            adam._host[p] = dict(zip(names[p], parts.unbind(), strict=True))
         adam._move_to_host()
 
     def _move_to_host(self) -> None:
-        for parameter, places in self._host.items():
+        for parameter, memory in self._host.items():
             moments = self.state[parameter]
             for name in MOMENT_NAMES:
-                moments[name] = places[name].copy_(moments[name])
-            if MASTER_NAME in places:
-                parameter.data = places[MASTER_NAME].copy_(parameter.data)
+                moments[name] = memory[name].copy_(moments[name])
+            if MASTER_NAME in memory:
+                parameter.data = memory[MASTER_NAME].copy_(parameter.data)
 
     def put_master_stand_ins_on_device(self) -> None:
-        """Let master weights claim to be where gradients are, which a gradient's parameter must.
+        """Let master weights appear to be on the gradients' device, as torch requires.
 
-        Meanwhile an expanded tensor of one number keeps their shape.
+        Until `restore_masters` an expanded tensor of one number keeps their shape.
         """
-        for parameter, places in self._host.items():
-            if MASTER_NAME in places:
+        for parameter, memory in self._host.items():
+            if MASTER_NAME in memory:
                 parameter.data = torch.zeros((), device=self.step_device).expand(parameter.shape)
 
     def restore_masters(self) -> None:
-        """Undo `put_master_stand_ins_on_device`, and forget the gradients."""
-        for parameter, places in self._host.items():
+        """Undo `put_master_stand_ins_on_device`, and drop the gradients."""
+        for parameter, memory in self._host.items():
             parameter.grad = None
-            if MASTER_NAME in places:
-                parameter.data = places[MASTER_NAME]
+            if MASTER_NAME in memory:
+                parameter.data = memory[MASTER_NAME]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step, chunk after chunk. The master weights are taken back."""
+        """Take one step, chunk after chunk. Afterwards the master weights are back in place."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._step_parameter(parameter, group)
         self.restore_masters()
-        if self.step_device.type == "cuda":  # whoever reads the host's tensors waits for no stream
+        if self.step_device.type == "cuda":  # readers of the host's tensors wait for no stream
             torch.cuda.current_stream(self.step_device).synchronize()
 
     def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         gradients = parameter.grad.view(-1).split(self.chunk_elements)
         has_master = parameter in self._weights
-        # Without master weights the model's are stepped themselves, in place.
+        # Without master weights the model's own weights are stepped in place.
         weights = self._weights[parameter] if has_master else parameter.detach()
         hosts = [
-            place.view(-1).split(self.chunk_elements) for place in self._host[parameter].values()
+            memory.view(-1).split(self.chunk_elements) for memory in self._host[parameter].values()
         ]
         count = self.state[parameter]["step"]
         for gradient, weight, *parts in zip(
             gradients, weights.view(-1).split(self.chunk_elements), *hosts, strict=True
         ):
-            lent = [torch.empty_like(gradient).copy_(part, non_blocking=True) for part in parts]
-            _apply_adamw(lent if has_master else [weight, *lent], gradient, count.clone(), group)
+            local = [torch.empty_like(gradient).copy_(part, non_blocking=True) for part in parts]
+            _apply_adamw(local if has_master else [weight, *local], gradient, count.clone(), group)
             if has_master:
-                weight.copy_(lent[0])
-            for part, own in zip(parts, lent, strict=True):
-                part.copy_(own, non_blocking=True)
+                weight.copy_(local[0])
+            for part, stepped in zip(parts, local, strict=True):
+                part.copy_(stepped, non_blocking=True)
         count += 1
 
 
 def offload_optimizer(
     optimizer: Any, device: torch.device, chunk_elements: int = OPTIMIZER_CHUNK_ELEMENTS
 ) -> None:
-    """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
+    """Move the state of Megatron's optimizer to the host; from now on `HostAdamW` steps it."""
     for part in optimizer.chained_optimizers:
         weights = take_over_master_weights(part)
         HostAdamW.take_over(part.optimizer, weights, device, chunk_elements)
@@ -330,7 +327,7 @@ def offload_optimizer(
 
 @contextmanager
 def hold_master_stand_ins(optimizer: Any) -> Iterator[None]:
-    """The time in which gradients are handed to master weights, measured, clipped and applied."""
+    """Keep stand-ins in place while gradients of master weights are set, measured and applied."""
     parts = [part.optimizer for part in optimizer.chained_optimizers]
     offloaded = [adam for adam in parts if isinstance(adam, HostAdamW)]
     for adam in offloaded:

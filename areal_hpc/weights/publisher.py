@@ -127,8 +127,7 @@ class Publisher:
     def discover_replicas(self) -> DiscoveredReplicas:
         """Return every replica of the cells that answer; takes a second at most.
 
-        A cell that does not answer is left out; later calls do not wait for it until it has
-        answered.
+        A cell that does not answer is left out, and not waited for again until it has answered.
         """
         for cell in self._cells:
             if cell not in self._queries:
@@ -191,8 +190,7 @@ class UpdateBackoff:
 
     The first failure is forgiven: a resend usually repairs it. From the second on, a replica is
     retried after a pause that doubles and that is longer than the failed try took, so that
-    tries take a shrinking share of the time. A restarted replica gets a shorter pause: it may be
-    healthy.
+    tries take a shrinking share of the time. A restarted replica gets a shorter pause.
     """
 
     def __init__(self) -> None:
@@ -237,8 +235,7 @@ _Outcome = tuple[list[ReplicaKey], list[tuple[ReplicaKey, str]], dict[str, float
 def choose_sender_ranks(node_of_rank: Sequence[int], config: WeightsConfig) -> list[int]:
     """Choose the trainer ranks that send, rank 0 first: the first of each node, then the second.
 
-    `weights.senders` sets the number, by default that of trainer nodes. Rank 0 alone writes
-    files.
+    `weights.senders` sets the number, by default one per trainer node. Rank 0 alone writes files.
     """
     if config.goes_by_files:
         return [0]

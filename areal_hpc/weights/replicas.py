@@ -1,7 +1,6 @@
 """Replicas as the trainer identifies them, and HTTP calls to one through its cell's control proxy.
 
-All deadlines of an update follow from `weights.update_timeout_s`: the longest wait for weights in
-transit.
+All deadlines of an update follow from `weights.update_timeout_s`: the longest wait for weights.
 """
 
 import math

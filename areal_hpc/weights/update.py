@@ -174,8 +174,7 @@ SessionStep = Callable[[SessionT], None]
 class Update(Generic[SessionT]):
     """One running update: the groups that still take part, and the failures of the others.
 
-    `pool` has a thread for each group. A group that takes longer than `step_s` for a step is
-    dropped.
+    `pool` has a thread per group. A group that takes longer than `step_s` for a step is dropped.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:

@@ -107,8 +107,7 @@ def summarize_rewards(
 ) -> dict[str, float]:
     """Summarize the batch's rewards, and the shares of groups at an end of the reward range.
 
-    `reward_range` covers all batches up to this one; if its ends are equal, no group is best or
-    worst.
+    `reward_range` covers all batches up to this one; with equal ends no group is best or worst.
     """
     min_reward_std = objective.min_reward_std
     if not groups or reward_range is None:
@@ -320,8 +319,7 @@ def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[fl
 def _summarize_agent_numbers(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Average the parts and metrics of the agents' rewards over episodes.
 
-    An episode with several rewards counts with their sums; an episode without a number does not
-    count in its mean.
+    An episode with several rewards counts with their sums, and only for numbers that it has.
     """
     sums_of: dict[str, list[float]] = {}
     for episode in episodes:

@@ -20,8 +20,7 @@ def iterate_row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm that supports sequence parallelism (Megatron's own wrapper refuses it).
 
-    The attribute of the weight makes `finalize_model_grads` sum its gradient over tensor-parallel
-    ranks.
+    The weight's attribute makes `finalize_model_grads` sum its gradient over tensor-parallel ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -194,8 +194,7 @@ def _compute_lse_and_mean(
     """Compute the log-sum-exp of each row, and the mean of its values under their softmax.
 
     The steps are those of `torch.logsumexp`, so that the exponentials can be used twice, and the
-    sums have equal bits. If it `is_partial`, values may be minus infinity, even those of a whole
-    row.
+    sums have equal bits. If it `is_partial`, values, even all of a row, may be minus infinity.
     """
     top = values.amax(-1, keepdim=True)
     if is_partial:

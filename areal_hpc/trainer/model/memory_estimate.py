@@ -82,8 +82,7 @@ def estimate_trainer_memory(
 ) -> TrainerMemory:
     """Estimate the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups.
 
-    `frozen` networks score each batch before it is trained; a `critic` is trained beside the
-    policy.
+    `frozen` networks score each batch before training; a `critic` trains beside the policy.
     """
     stages = [
         estimate_stage_memory(arch, config, stage, frozen, critic)

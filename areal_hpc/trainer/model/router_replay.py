@@ -1,8 +1,7 @@
 """Router replay: in every pass, tokens visit the experts that they visited when sampled.
 
 If the scores of two experts are close, engine and trainer choose differently. Only the ids are
-replayed: the weights of the experts, and so the router's gradient, come from the scores of the
-pass.
+replayed: the experts' weights, and so the router's gradient, come from the scores of the pass.
 """
 
 import re

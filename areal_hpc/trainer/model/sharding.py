@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 
 def shard_decoder(decoder: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Divide a `ScoredTokenDecoder` over all ranks, with memory for this rank's rows. A collective.
+    """Divide a `ScoredTokenDecoder` over all ranks, and allocate this rank's rows. A collective.
 
-    Parameters, which may be on the meta device, have no numbers afterwards.
+    Parameters, which may be on the meta device, are uninitialized afterwards.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     options: dict[str, Any] = {

@@ -118,9 +118,9 @@ def enable_norm_recompute() -> None:
 
 
 def take_over_master_weights(distributed_optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """The model's weights by their master weights; the caller rounds the ones to the others.
+    """Map master weights to the model's weights, to which the caller rounds them from now on.
 
-    Megatron would convert on the host what is there.
+    Megatron would convert weights that are on the host there.
     """
     distributed_optimizer._copy_main_params_to_model_params = lambda: None
     masters = distributed_optimizer.shard_fp32_from_float16_groups

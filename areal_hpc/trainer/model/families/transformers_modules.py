@@ -1,8 +1,8 @@
-"""Networks of transformers' own modules, on packs, in Megatron's schedule and optimizer.
+"""Networks of transformers' own modules, run on packs by Megatron's schedule and optimizer.
 
-Any decoder that transformers defines is trained so, without tensor or pipeline parallelism. A pack
-reaches the modules as one sequence: positions begin anew with each row, and three things that look
-across rows are given the rows' bounds: attention, the mask, which is none, and the gated delta rule
+Any decoder that transformers defines can be trained, without tensor or pipeline parallelism. A pack
+enters the modules as one sequence: positions restart with each row, and the three operations that
+look across rows get the rows' bounds: attention, the mask (which is none), and the gated delta rule
 with its convolution.
 """
 
@@ -48,7 +48,7 @@ from areal_hpc.trainer.model.attention import (
 from areal_hpc.trainer.model.families.architecture import StoredParameters
 
 ATTENTION_NAME = "areal_hpc"
-"""Of our attention and mask in transformers' registries."""
+"""Name of this module's attention and mask in transformers' registries."""
 DELTA_RULE_NAMES = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 MAX_PACKING_GAP = 1e-4
 _CHECKED_VOCABULARY = 512
@@ -57,15 +57,15 @@ ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ScoredTokenDecoder(torch.nn.Module):
-    """A decoder that gives the logits [1, N, vocabulary] at the pack's `scored_places_N` alone.
+    """Decoder that returns the logits [1, N, vocabulary] only at the pack's `scored_places_N`.
 
-    It has the attributes that Megatron's schedule, wrapper and checkpoints ask of a GPT.
+    It has the attributes of a GPT that Megatron's schedule, wrapper and checkpoints read.
     """
 
     model_type = ModelType.encoder_or_decoder
     pre_process = post_process = True
     share_embeddings_and_output_weights = False
-    """The modules tie them by themselves."""
+    """False because the modules tie them themselves."""
     vp_stage = None
 
     def __init__(
@@ -79,7 +79,7 @@ class ScoredTokenDecoder(torch.nn.Module):
         self._compute_logits = compute_logits
 
     def set_input_tensor(self, _: object) -> None:
-        """Other stages give none: there is one."""
+        """Ignore the input of an earlier stage: there is only one stage."""
 
     def forward(
         self, input_ids_1T: torch.Tensor, _ids: None, _mask: None, packed_seq_params: AttentionPlan
@@ -89,7 +89,7 @@ class ScoredTokenDecoder(torch.nn.Module):
         )
 
     def scale_gradients(self, scale: torch.Tensor) -> None:
-        """As Megatron's wrapper does it, where FSDP2 is in its place."""
+        """Scale gradients that FSDP2 divides, as Megatron's wrapper scales its own."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.to_local().mul_(scale)  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ class ScoredTokenDecoder(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", metadata: Mapping[str, Any] | None = None, **_: Any
     ) -> dict[str, ShardedTensor]:
-        """Every parameter whole, as each data-parallel rank holds it."""
+        """Return every parameter whole, as each data-parallel rank holds it."""
         rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         return {
             name: ShardedTensor.from_rank_offsets(name, parameter, replica_id=(0, 0, rank))
@@ -111,7 +111,7 @@ def compute_scored_logits(
     plan: AttentionPlan,
     compute_logits: ComputeLogits | None = None,
 ) -> torch.Tensor:
-    """Logits [1, N, vocabulary] at the pack's scored places."""
+    """Compute logits [1, N, vocabulary] at the pack's scored indices."""
     states_TH = causal_lm.model(
         input_ids_1T,
         position_ids=plan.positions_T[None],
@@ -138,21 +138,21 @@ def build_decoder(
     recompute: bool = False,
     on_meta: bool = False,
 ) -> PreTrainedModel:
-    """A network with uninitialized weights and right buffers; `on_meta`: weights without memory."""
+    """Build a network with uninitialized weights (`on_meta`: without memory) and true buffers."""
     hf_config = _parse_config(config)
-    # Each parameter goes as it comes; buffers, which no checkpoint has, are computed and stay.
+    # Each parameter moves when it is registered; buffers, which no checkpoint has, are computed.
     hook = register_module_parameter_registration_hook(_move_to_meta) if on_meta else nullcontext()
     with no_init_weights(), device, hook:
         decoder = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    decoder.tie_weights()  # a part of what is left out
+    decoder.tie_weights()  # `no_init_weights` omits it
     for name, buffer in decoder.named_buffers():
-        # Rotary angles stay garbage where a module was only allocated.
+        # Rotary angles have arbitrary values if a module was only allocated.
         if "inv_freq" in name and not ((buffer >= 0) & (buffer <= 1)).all():
             raise AssertionError(f"the buffer {name} was not computed")
     for parameter in decoder.parameters():
-        parameter.data = parameter.data.to(dtype)  # some families ask for float32 here and there
+        parameter.data = parameter.data.to(dtype)  # some families request float32 for some
     _split_delta_rule_by_row(decoder)
     if recompute:
         decoder.gradient_checkpointing_enable({"use_reentrant": False})
@@ -164,17 +164,17 @@ def _move_to_meta(_module: object, _name: str, parameter: torch.nn.Parameter) ->
 
 
 def build_shapes(config: Mapping[str, Any]) -> PreTrainedModel:
-    """A network without numbers."""
+    """Build a network without memory, on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(_parse_config(config))
 
 
 @lru_cache(maxsize=4)
 def check_packing(config_json: str, device: torch.device) -> None:
-    """Compare a few layers with random weights, on a pack, with transformers row by row.
+    """Compare a few layers with random weights, on a pack, with transformers' own, row by row.
 
     Raises:
-        RecipeError: Rows see one another, or attention is not what transformers computes.
+        RecipeError: Rows affect one another, or attention differs from that of transformers.
     """
     hf_config = _cut_to_few_layers(_parse_config(json.loads(config_json)))
     packed = build_decoder(hf_config.to_dict(), torch.float32, device)
@@ -186,9 +186,9 @@ def check_packing(config_json: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter, other in zip(packed.parameters(), alone.parameters(), strict=True):
-            numbers = torch.randn(parameter.shape, generator=generator)
+            values = torch.randn(parameter.shape, generator=generator)
             fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
-            parameter.copy_(numbers / fan_in**0.5)
+            parameter.copy_(values / fan_in**0.5)
             other.copy_(parameter)
         lengths = torch.tensor([9, 1, 30, 17])
         ids_T = torch.randint(0, _CHECKED_VOCABULARY, (int(lengths.sum()),), generator=generator)
@@ -202,9 +202,9 @@ def check_packing(config_json: str, device: torch.device) -> None:
             sin_TD=nothing,
             scored_places_N=torch.arange(len(ids_T), device=device),
         )
-        (found,) = compute_scored_logits(packed, torch.cat(rows, 1), plan)
+        (computed,) = compute_scored_logits(packed, torch.cat(rows, 1), plan)
     whole = torch.cat(expected)
-    gap = ((found - whole).abs().max() / whole.abs().max()).item()
+    gap = ((computed - whole).abs().max() / whole.abs().max()).item()
     if not gap <= MAX_PACKING_GAP:
         raise RecipeError(
             f"{hf_config.model_type} cannot be trained: packed rows differ from rows alone by "
@@ -215,7 +215,7 @@ def check_packing(config_json: str, device: torch.device) -> None:
 
 
 def _cut_to_few_layers(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """Keep the first layers, until there is one of each kind, and a small vocabulary."""
+    """Keep the first layers, up to one of each kind, and a small vocabulary."""
     kinds = list(getattr(hf_config, "layer_types", None) or ())
     layers = max([2, *(kinds.index(kind) + 1 for kind in kinds)])
     layers = max(layers, getattr(hf_config, "first_k_dense_replace", 0) + 1)
@@ -239,7 +239,7 @@ def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             key="model",
             hint="choose a model of a type that it knows",
         )
-    if "tie_word_embeddings" in config:  # stands above the part for texts
+    if "tie_word_embeddings" in config:  # beside the configuration of the text part
         hf_config.tie_word_embeddings = config["tie_word_embeddings"]
     return hf_config
 
@@ -251,8 +251,8 @@ def _find_delta_rule(module: torch.nn.Module) -> Any:
 
 
 def _split_delta_rule_by_row(decoder: PreTrainedModel) -> None:
-    """Have the plain torch versions, which no lock replaces, keep to rows: they heed no bounds."""
-    for source in {found for module in decoder.modules() if (found := _find_delta_rule(module))}:
+    """Make the plain torch versions, which no package replaces, run row by row."""
+    for source in {code for module in decoder.modules() if (code := _find_delta_rule(module))}:
         rule, convolve = (getattr(source, name) for name in DELTA_RULE_NAMES)
         if getattr(rule, "keeps_to_rows", False):
             continue
@@ -304,7 +304,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface: [1, heads, t, d] to [1, t, heads, d]."""
+    """Attend by transformers' interface: [1, heads, t, d] to [1, t, heads, d]."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     if areal_layout.key_places is not None:  # under context parallelism
         group = parallel_state.get_context_parallel_group()
@@ -313,7 +313,7 @@ def _attend(
             for part in (key, value)
         )
     is_plain = softcap is None and s_aux is None
-    if can_use_flash(query):  # which has windows, and one size for queries and values
+    if can_use_flash(query):  # FlashAttention has windows, and one size for queries and values
         is_plain &= query.shape[-1] == value.shape[-1]
     else:
         is_plain &= sliding_window is None
@@ -361,10 +361,10 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *_, **__: None)
 
 
 class TensorNames:
-    """How a network's parameters are called, and cut, in a checkpoint of the hub.
+    """Names and shapes of a network's parameters in a checkpoint of the hub.
 
-    Transformers 5 stacks the experts of a layer; most checkpoints have a tensor for each. Where a
-    checkpoint holds towers for images, too, the decoder's names begin in another way.
+    Transformers 5 stacks the experts of a layer; most checkpoints have one tensor per expert. If a
+    checkpoint also holds towers for images, the decoder's names have another prefix.
     """
 
     def __init__(self, config: Mapping[str, Any], files: StoredParameters) -> None:
@@ -381,25 +381,25 @@ class TensorNames:
             if not isinstance(conversion, PrefixChange)
             and not (files.has_stacked_experts and "experts" in str(conversion.source_patterns))
         ]
-        self._saving = [one.reverse_transform() for one in self._loading[::-1]]
+        self._saving = [item.reverse_transform() for item in self._loading[::-1]]
 
     def list_tensors(self) -> Iterator[tuple[str, TensorShape, list[tuple[str, TensorShape]]]]:
-        """Name and shape of each parameter, and names and shapes in a checkpoint."""
+        """Yield the name and shape of each parameter, and its names and shapes in a checkpoint."""
         for name, tensor in self._tensors.items():
             stored = self.to_stored(name, tensor)
             yield (
                 name,
                 tuple(tensor.shape),
-                [(key, tuple(one.shape)) for key, one in stored.items()],
+                [(key, tuple(part.shape)) for key, part in stored.items()],
             )
 
     def to_stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter as a checkpoint has it."""
+        """Convert a parameter to its tensors in a checkpoint."""
         stored = self._convert({name: tensor}, self._saving, is_reverse=True)
         return {_replace_start(key, self._starts): part for key, part in stored.items()}
 
     def from_stored(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The parameter that tensors of a checkpoint make up."""
+        """Build the parameter that consists of these tensors of a checkpoint."""
         own_starts = [(stored, own) for own, stored in self._starts]
         own = {_replace_start(key, own_starts): part for key, part in stored.items()}
         (tensor,) = self._convert(own, self._loading, is_reverse=False).values()
@@ -412,21 +412,21 @@ class TensorNames:
         *,
         is_reverse: bool,
     ) -> dict[str, torch.Tensor]:
-        """As transformers/core_model_loading.py does it for a whole model."""
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
-        found: dict[str, WeightTransform] = {}
+        """Convert tensors as transformers/core_model_loading.py converts a whole model."""
+        renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        converter_of = {pattern: item for item in converters for pattern in item.source_patterns}
+        transform_of: dict[str, WeightTransform] = {}
         for key, tensor in sorted(tensors.items(), key=lambda item: dot_natural_key(item[0])):
             name, pattern = rename_source_key(key, renamings, converters, reverse=is_reverse)
-            made = (
+            target = (
                 WeightRenaming(key, name)
                 if pattern is None
                 else copy.deepcopy(converter_of[pattern])
             )
-            found.setdefault(name, made).add_tensor(name, key, pattern or key, tensor)
+            transform_of.setdefault(name, target).add_tensor(name, key, pattern or key, tensor)
         converted = {}
-        for name, transform in found.items():
+        for name, transform in transform_of.items():
             for key, tensor in transform.convert(
                 name, model=self._decoder, config=self._decoder.config
             ).items():
