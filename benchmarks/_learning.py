@@ -161,7 +161,7 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         batch.rows,
         ObjectiveConfig(),
     )
-    counts = {"tokens": len(logprobs_N), "places": batch.padded_token_count}
+    counts = {"tokens": len(logprobs_N), "padded_tokens": batch.padded_token_count}
     sums: dict[str, Number] = {**loss.sums, **counts, "logprob": held_N.sum()}
     return loss.total, LossStats(sums, {"weight": loss.largest_weight})
 

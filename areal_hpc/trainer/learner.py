@@ -235,7 +235,7 @@ class Learner:
             **critic_metrics,
             **build_norm_metrics(norms, were_due=not warms_up),
             "lr": rate,
-            "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
+            "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["padded_tokens"]),
             **measure_training_speed(self.policy, rows, trained_tokens, timer.seconds["train"]),
             "memory/trainer_peak_bytes": all_reduce_max(read_peak_memory_bytes(self.policy.device)),
             **timer.build_metrics(),

@@ -143,7 +143,7 @@ class SftTrainer:
         )
         if not is_optimizer_step_taken(norm):
             logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
-        total = stats.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
+        total = stats.reduce_over_ranks(("loss", "tokens", "padded_tokens"), ()).sums
         seconds = time.perf_counter() - began
         if self._metrics is not None:
             self._metrics.write(
@@ -153,8 +153,8 @@ class SftTrainer:
                     **build_norm_metrics([norm]),
                     "lr": rate,
                     "tokens/targets": int(total["tokens"]),
-                    "tokens/trained": int(total["places"]),
-                    "throughput/trained_tokens_per_s": total["places"] / seconds,
+                    "tokens/trained": int(total["padded_tokens"]),
+                    "throughput/trained_tokens_per_s": total["padded_tokens"] / seconds,
                     "time/step_s": round(seconds, 4),
                 },
             )
@@ -172,7 +172,7 @@ def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch
         {
             "loss": total.detach().double(),
             "tokens": len(logprobs_N),
-            "places": batch.padded_token_count,
+            "padded_tokens": batch.padded_token_count,
         }
     )
 

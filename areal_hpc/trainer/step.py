@@ -366,7 +366,7 @@ class PolicyTrainer:
             {
                 **loss.sums,
                 "tokens": len(logprobs_N),
-                "places": batch.padded_token_count,
+                "padded_tokens": batch.padded_token_count,
                 "entropy": entropy_N.detach().sum(dtype=torch.float64),
             },
             {"weight": loss.largest_weight},

@@ -85,7 +85,7 @@ class Pack:
     input_ids_T: IntArray
     positions_T: IntArray
     """Position of each local token within its sequence."""
-    logit_places_N: IntArray
+    logit_indices_N: IntArray
     """Local indices whose logits predict a token of the loss."""
     labels_N: IntArray
     """Tokens that these logits predict."""
@@ -176,8 +176,8 @@ def build_pack(
     ]
     indices_T = np.concatenate([start + own for start, own in zip(starts, positions, strict=True)])
     own = slice(None) if parallelism.cp == 1 else indices_T  # a slice copies nothing
-    logit_places_N = np.flatnonzero(scored_T[own])
-    predicted_N = indices_T[logit_places_N] + 1
+    logit_indices_N = np.flatnonzero(scored_T[own])
+    predicted_N = indices_T[logit_indices_N] + 1
     starts_and_routes = [*zip(starts.tolist(), (row.routes_TLK for row in rows), strict=False)]
     routes_TLK = lay_out_routes(starts_and_routes, total)
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
@@ -185,7 +185,7 @@ def build_pack(
         padded_lengths=lengths,
         input_ids_T=ids_T[own],
         positions_T=np.concatenate(positions),
-        logit_places_N=logit_places_N,
+        logit_indices_N=logit_indices_N,
         labels_N=ids_T[predicted_N],
         rows_N=rows_N,
         label_positions_N=predicted_N - starts[rows_N],

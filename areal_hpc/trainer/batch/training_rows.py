@@ -256,12 +256,14 @@ def _compute_critic_advantages(
         return advantages, returns
     divergences = _get_kl_taken_off_rewards(objective, scores)
     replies = list_reply_rewards(batch, masks, objective, divergences)
-    values = [scores.values[item.row][item.token_places_t].astype(np.float64) for item in replies]
+    values = [
+        scores.values[item.row][item.token_positions_t].astype(np.float64) for item in replies
+    ]
     estimates = estimate_advantages(replies, values, objective)
     scaled = scale_token_advantages(replies, estimates, objective)
     for reply, estimate, scaled_t in zip(replies, estimates, scaled, strict=True):
-        advantages[reply.row][reply.token_places_t] = scaled_t
-        returns[reply.row][reply.token_places_t] = estimate.returns_t
+        advantages[reply.row][reply.token_positions_t] = scaled_t
+        returns[reply.row][reply.token_positions_t] = estimate.returns_t
     return advantages, returns
 
 

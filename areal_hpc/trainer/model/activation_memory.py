@@ -104,16 +104,16 @@ def _list_layer_bytes(
     """List the bytes that each layer of transformers' own modules keeps."""
     config = json.loads(arch.transformers_config)
     modules = _PlainModules(arch, config.get("text_config") or config, BYTES_BY_DTYPE[dtype])
-    own = tokens // parallel.cp
+    local = tokens // parallel.cp
     sizes = []
     for layer in range(arch.layers):
         each = modules.count_input_bytes() + modules.count_mlp_bytes(layer)
         if modules.has_state(layer):
-            sizes.append(own * (each + modules.count_delta_rule_bytes()))
+            sizes.append(local * (each + modules.count_delta_rule_bytes()))
             continue
-        attended = own if parallel.cp == 1 else _count_seen_tokens(parallel, tokens)
-        each += modules.count_attention_bytes(longest_row=own)
-        sizes.append(own * each + attended * modules.count_key_value_bytes())
+        attended = local if parallel.cp == 1 else _count_seen_tokens(parallel, tokens)
+        each += modules.count_attention_bytes(longest_row=local)
+        sizes.append(local * each + attended * modules.count_key_value_bytes())
     return sizes
 
 

@@ -46,7 +46,7 @@ class VarlenAttention:
     key_lengths: list[int]
     query_starts: torch.Tensor
     key_starts: torch.Tensor
-    key_places: torch.Tensor | None
+    key_indices: torch.Tensor | None
     """Indices of each segment's keys among the gathered ones; None for all in their order."""
 
     def attend(
@@ -69,9 +69,9 @@ class VarlenAttention:
     def _pick_keys(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.key_places is None:
+        if self.key_indices is None:
             return key, value
-        return key.index_select(0, self.key_places), value.index_select(0, self.key_places)
+        return key.index_select(0, self.key_indices), value.index_select(0, self.key_indices)
 
     def attend_by(
         self, attend_segment: AttendSegment, query: torch.Tensor, key: torch.Tensor,
@@ -98,7 +98,7 @@ class VarlenAttention:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Attend in one call of FlashAttention for all segments; `key_places` selects the keys.
+        """Attend in one call of FlashAttention for all segments; `key_indices` selects the keys.
 
         Its causal mask and its window are aligned at the end, as segments require.
         """
@@ -137,7 +137,7 @@ def plan_varlen_attention(
 ) -> VarlenAttention:
     """Plan the segments of one context-parallel rank, for sequences of these padded lengths."""
     if cp == 1:
-        queries, keys, key_places = lengths, lengths, None
+        queries, keys, key_indices = lengths, lengths, None
     else:
         chunks = lengths // (2 * cp)
         queries = np.repeat(chunks, 2)
@@ -147,13 +147,13 @@ def plan_varlen_attention(
             locate_sequence_after_cp_gather(index, lengths, cp) for index in range(len(lengths))
         ]
         selected = [indices[segment // 2][: keys[segment]] for segment in range(len(keys))]
-        key_places = torch.from_numpy(np.concatenate(selected)).to(device)
+        key_indices = torch.from_numpy(np.concatenate(selected)).to(device)
     return VarlenAttention(
         query_lengths=queries.tolist(),
         key_lengths=keys.tolist(),
         query_starts=_compute_starts(queries, device),
         key_starts=_compute_starts(keys, device),
-        key_places=key_places,
+        key_indices=key_indices,
     )
 
 
@@ -170,7 +170,7 @@ class AttentionPlan:
     """Position of each token within its row."""
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
-    scored_places_N: torch.Tensor
+    scored_indices_N: torch.Tensor
     """Local indices whose logits are needed."""
     qkv_format: str = "thd"
 
@@ -195,7 +195,7 @@ def plan_attention(
         positions_T=positions_T,
         cos_TD=angles.cos().mul_(rope_scale)[:, None],
         sin_TD=angles.sin().mul_(rope_scale)[:, None],
-        scored_places_N=torch.from_numpy(pack.logit_places_N).to(device),
+        scored_indices_N=torch.from_numpy(pack.logit_indices_N).to(device),
     )
 
 

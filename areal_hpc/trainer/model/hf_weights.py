@@ -113,9 +113,9 @@ def write_hf_model_dir(
 def _read_other_tensors(source_dir: Path, files: StoredParameters) -> dict[str, torch.Tensor]:
     """Read the tensors that belong to no decoder, such as towers for images."""
     reader = HfModelReader(source_dir)
-    own = (files.prefix, files.head)
+    decoder = (files.prefix, files.head)
     names = reader.list_tensor_names() if files.prefix != "model." else ()
-    return {name: reader.read_whole_tensor(name) for name in names if not name.startswith(own)}
+    return {name: reader.read_whole_tensor(name) for name in names if not name.startswith(decoder)}
 
 
 def _delete_abandoned_folders(directory: Path) -> None:
@@ -338,14 +338,14 @@ def _gather_experts(policy: TrainedNetwork, parameter: ParamMap) -> torch.Tensor
     stages = parallel_state.get_pipeline_model_parallel_group()
     expert_ranks = parallel_state.get_expert_model_parallel_group()
     stage = _find_pipeline_stage(parameter, policy.arch.layers, stages.size())
-    own = policy.get_stack(parameter)
-    if own is not None and expert_ranks.size() == stages.size() == 1:
-        return own.detach()
+    local = policy.get_stack(parameter)
+    if local is not None and expert_ranks.size() == stages.size() == 1:
+        return local.detach()
     shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
     count = policy.experts_per_rank * expert_ranks.size()
     stack = torch.empty((count, *shape), dtype=policy.dtype, device=policy.device)
-    if own is not None:
-        dist.all_gather_into_tensor(stack, own.detach().contiguous(), group=expert_ranks)
+    if local is not None:
+        dist.all_gather_into_tensor(stack, local.detach().contiguous(), group=expert_ranks)
     if stages.size() > 1:
         dist.broadcast(stack, dist.get_global_rank(stages, stage), group=stages)
     return stack

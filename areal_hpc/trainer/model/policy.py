@@ -80,8 +80,8 @@ class Network:
     def __post_init__(self) -> None:
         self.weight_map = list_parameter_maps(self.arch)
         if self.arch.transformers_config:
-            held = self.gpt.causal_lm.state_dict(keep_vars=True)
-            self._held = {get_base_name(name): tensor for name, tensor in held.items()}
+            state = self.gpt.causal_lm.state_dict(keep_vars=True)
+            self._held = {get_base_name(name): tensor for name, tensor in state.items()}
         else:
             self._held = dict(self.gpt.named_parameters())
         self.adapter = AdapterExport(self.arch, self._held.__getitem__)

@@ -63,7 +63,7 @@ class ReplyReward:
 
     group: int
     row: int
-    token_places_t: npt.NDArray[np.int64]
+    token_positions_t: npt.NDArray[np.int64]
     """Positions of the trained tokens in the row."""
     reward: float
     """Reward after the last token."""
@@ -229,7 +229,7 @@ def list_reply_rewards(
                 ReplyReward(
                     group=episode.ticket,
                     row=row,
-                    token_places_t=positions_t,
+                    token_positions_t=positions_t,
                     reward=reward,
                     costs_t=costs_t,
                     followers=[order[follower] for follower in followers.get(name, ())],

@@ -163,7 +163,7 @@ def estimate_abs_diff_percentile(
 
 STEP_SUM_NAMES = (
     *(*LOSS_SUM_NAMES, *MISMATCH_SUM_NAMES),
-    *("entropy", "tokens", "places", "followed", "rerouted"),
+    *("entropy", "tokens", "padded_tokens", "followed", "rerouted"),
 )
 STEP_MAXIMUM_NAMES = ("weight", "mismatch")
 STEP_HISTOGRAM_BINS = {"mismatch": BIN_COUNT}

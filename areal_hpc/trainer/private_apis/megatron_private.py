@@ -24,7 +24,7 @@ ids [T, K] of the experts that tokens visit."""
 
 
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
-    """GPT that returns the logits [1, N, vocabulary / tp] only at the pack's `scored_places_N`.
+    """GPT that returns the logits [1, N, vocabulary / tp] only at the pack's `scored_indices_N`.
 
     Most tokens of an agent's trajectory are prompts and results of tools, whose logits are not
     needed, and the projection onto the vocabulary is the largest matrix product of a small model.
@@ -50,7 +50,7 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
                 hidden_states = gather_from_sequence_parallel_region(
                     hidden_states, group=self.pg_collection.tp
                 )
-            hidden_states = hidden_states.index_select(0, packed_seq_params.scored_places_N)
+            hidden_states = hidden_states.index_select(0, packed_seq_params.scored_indices_N)
             if self._compute_logits is not None:
                 weight_VH = self.output_layer.weight
                 if self.share_embeddings_and_output_weights:
@@ -63,7 +63,7 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
 
 
 class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
-    """GPT that returns a value [1, N] for each of the pack's `scored_places_N`, in float32.
+    """GPT that returns a value [1, N] for each of the pack's `scored_indices_N`, in float32.
 
     Its head replaces the vocabulary's. It is the same on all tensor-parallel ranks, which all have
     all tokens: neither values nor gradients need a sum over these ranks.
@@ -85,7 +85,7 @@ class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        hidden_N1H = hidden_states.index_select(0, packed_seq_params.scored_places_N)
+        hidden_N1H = hidden_states.index_select(0, packed_seq_params.scored_indices_N)
         values_N1 = (hidden_N1H.float() @ self.output_layer.weight.float().T)[..., 0]
         return values_N1.transpose(0, 1)
 

@@ -219,9 +219,9 @@ def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
     }
     assert len(pairs) == 1, "the zig-zag gives every rank the same work"
     for plan in plans:
-        assert plan.key_places is not None
+        assert plan.key_indices is not None
         # Each rank copies its sequences once, and one chunk of each a second time.
-        assert len(plan.key_places) == lengths.sum() + lengths.sum() // (2 * cp)
+        assert len(plan.key_indices) == lengths.sum() + lengths.sum() // (2 * cp)
         assert plan.query_starts.dtype == plan.key_starts.dtype == torch.int32
 
 

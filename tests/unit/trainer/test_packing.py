@@ -77,7 +77,7 @@ def test_scored_tokens_name_their_sequence(lengths: list[int], split: PackParall
         pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         places = pack.channels_N["place"]
         # A channel is that of the predicted token; its position follows the one it is read at.
-        assert (pack.positions_T[pack.logit_places_N] + 1 == places).all()
+        assert (pack.positions_T[pack.logit_indices_N] + 1 == places).all()
         labels, numbers = pack.labels_N.tolist(), pack.rows_N.tolist()
         found += list(zip(numbers, labels, places.tolist(), strict=True))
     expected = [
@@ -92,7 +92,7 @@ def test_scored_tokens_name_their_sequence(lengths: list[int], split: PackParall
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
     pack = build_pack([], ("place",), PackParallelism(tp=2, cp=2))
     assert len(pack.input_ids_T) == 2
-    assert len(pack.logit_places_N) == 0
+    assert len(pack.logit_indices_N) == 0
 
 
 @given(LENGTHS, SPLITS)

@@ -57,7 +57,7 @@ ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ScoredTokenDecoder(torch.nn.Module):
-    """Decoder that returns the logits [1, N, vocabulary] only at the pack's `scored_places_N`.
+    """Decoder that returns the logits [1, N, vocabulary] only at the pack's `scored_indices_N`.
 
     It has the attributes of a GPT that Megatron's schedule, wrapper and checkpoints read.
     """
@@ -119,7 +119,7 @@ def compute_scored_logits(
         cu_seq_lens_q=plan.layout.query_starts,
         use_cache=False,
     ).last_hidden_state[0]
-    states_NH = states_TH.index_select(0, plan.scored_places_N)
+    states_NH = states_TH.index_select(0, plan.scored_indices_N)
     head = causal_lm.get_output_embeddings()
     if compute_logits is not None and getattr(head, "bias", None) is None:
         logits = compute_logits(states_NH, head.weight)
@@ -200,7 +200,7 @@ def check_packing(config_json: str, device: torch.device) -> None:
             positions_T=torch.cat([torch.arange(int(n), device=device) for n in lengths]),
             cos_TD=nothing,
             sin_TD=nothing,
-            scored_places_N=torch.arange(len(ids_T), device=device),
+            scored_indices_N=torch.arange(len(ids_T), device=device),
         )
         (computed,) = compute_scored_logits(packed, torch.cat(rows, 1), plan)
     whole = torch.cat(expected)
@@ -306,7 +306,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend by transformers' interface: [1, heads, t, d] to [1, t, heads, d]."""
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    if areal_layout.key_places is not None:  # under context parallelism
+    if areal_layout.key_indices is not None:  # under context parallelism
         group = parallel_state.get_context_parallel_group()
         key, value = (
             gather_from_sequence_parallel_region(part.contiguous(), group=group)
@@ -338,8 +338,8 @@ def _attend_segment(
     """Attend [1, heads, q, d] over [1, kv_heads, k, d]; the last query sees all keys."""
     copies = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(copies, 1) for part in (key, value))
-    places = torch.arange(key.shape[2], device=query.device)
-    distance = places[len(places) - query.shape[2] :, None] - places
+    positions = torch.arange(key.shape[2], device=query.device)
+    distance = positions[len(positions) - query.shape[2] :, None] - positions
     mask = distance >= 0
     if window is not None:
         mask &= distance < window
@@ -401,8 +401,8 @@ class TensorNames:
     def from_stored(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Build the parameter that consists of these tensors of a checkpoint."""
         own_starts = [(stored, own) for own, stored in self._starts]
-        own = {_replace_start(key, own_starts): part for key, part in stored.items()}
-        (tensor,) = self._convert(own, self._loading, is_reverse=False).values()
+        renamed = {_replace_start(key, own_starts): part for key, part in stored.items()}
+        (tensor,) = self._convert(renamed, self._loading, is_reverse=False).values()
         return tensor
 
     def _convert(
