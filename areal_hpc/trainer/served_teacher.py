@@ -106,11 +106,11 @@ class TeacherClient:
         self._client = AsyncWireClient(
             config.url, key, tls=ssl.create_default_context(), timeout_s=call_timeout_s
         )
-        self._done, self._trouble, self._warned_at = "", "", -math.inf
+        self._done, self._failure, self._warned_at = "", "", -math.inf
 
     @property
     def progress(self) -> str:
-        return ": ".join(filter(None, (self._done, self._trouble)))
+        return ": ".join(filter(None, (self._done, self._failure)))
 
     async def aclose(self) -> None:
         await self._client.close()
@@ -205,7 +205,7 @@ class TeacherClient:
         for pause_s in _BACKOFF:
             try:
                 reply = await self._client.call("/generate", request, _Reply)
-                self._trouble = ""
+                self._failure = ""
                 return reply
             except HttpStatusError as error:
                 if error.status < 500 and error.status not in RETRYABLE_STATUSES:
@@ -213,7 +213,7 @@ class TeacherClient:
                 failure = f"answered {error.status}: {error.body[:300]}"
             except ClusterError as lost:
                 failure = lost.problems[0].message
-            self._trouble, now = failure, time.monotonic()
+            self._failure, now = failure, time.monotonic()
             give_up_at = min(give_up_at, now + self._retry_s)
             if now + pause_s > give_up_at:
                 break
