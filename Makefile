@@ -107,7 +107,7 @@ gpu8: ## layouts, servers, kills and a recipe on a node of eight GPUs, with .ven
 docs: setup-tests ## the site, in site/ (its tools take 170 MB)
 	@scripts/setup_docs.sh
 	@$(BIN)/python -m tests.support.site.pages
-	@NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(BIN):$$PATH" .venvs/docs/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --quiet
 	@echo "the site is in site/: open site/index.html"
 
 clean: ## remove caches; environments and runs stay
