@@ -363,7 +363,7 @@ AGENT_MISTAKES = (
 
 
 def mistakes_table() -> str:
-    rows = ((one.what, _as_code(one.said)) for one in MISTAKES)
+    rows = ((one.what, _as_code(one.said[:1])) for one in MISTAKES)
     return markdown(("mistake", "among what is printed"), rows)
 
 
