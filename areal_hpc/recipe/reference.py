@@ -68,8 +68,8 @@ def _iterate_key_rows(
                 yield f"| `{key}.<name>.<option>` | as there | `null` | {keys} |"
             elif same := next((kind for kind in shown if issubclass(kind, section)), None):
                 below = f"{key}{get_key_separator(field)}<option>"
-                names = ", ".join(section.model_fields)
-                yield f"| `{below}` | as there | as there | As in `{shown[same]}`: {names}. |"
+                options = ", ".join(section.model_fields)
+                yield f"| `{below}` | as there | as there | As in `{shown[same]}`: {options}. |"
             else:
                 shown[section] = key
                 yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}", shown)
