@@ -27,7 +27,7 @@ class GymAgent:
         config: Configuration of its gym.
         python: Python that has the gym's package; empty: this one.
         prompt: System prompt.
-        max_turns: Model calls of an episode at most.
+        max_turns: Maximum number of model calls of an episode.
         max_workers: Number of worker processes; an episode has one to itself.
         step_timeout_s: Time limit of one step.
         variables: Environment of the gym; the folders of its `PYTHONPATH` are shown, too.

@@ -31,7 +31,7 @@ class HarborAgent:
     """Agent that runs the model's commands up to a reply without a tool call, then the tests.
 
     Args:
-        max_turns: Model calls of an episode at most.
+        max_turns: Maximum number of model calls of an episode.
         command_timeout_s: Time limit of one command.
         max_shown_chars: Length of a command's output that the model reads, from its end.
         request: Further arguments of model calls, such as `temperature`.

@@ -21,7 +21,7 @@ class AgentsSdkWorkflow:
         agent_builder_path: Dotted path of a function that returns an `agents.Agent`.
         agent_builder_kwargs: Arguments of that function.
         reward_fn_path: Dotted path of the reward function.
-        max_turns: Model calls at most; an agent that needs more fails.
+        max_turns: Maximum number of model calls; an agent that needs more fails.
         use_responses: Whether to use the Responses API instead of chat completions.
         settings: The SDK's `ModelSettings`, for all agents: `temperature`, `max_tokens`, ...
     """

@@ -37,7 +37,7 @@ EVALUATION_PICKLE_MODULE = f"{PICKLED_AGENT_MODULE}_for_evaluation"
 
 
 class PPOTrainer:
-    """Training of an agent by a script, here or with `scheduler.type=slurm` on a cluster.
+    """Trainer of an agent for scripts, here or with `scheduler.type=slurm` on a cluster.
 
     Rows and agent are stored in the run directory, and the agent runs with the script's Python. The
     run continues when the script is started again, and every command of `areal-hpc` works with it.

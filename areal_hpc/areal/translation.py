@@ -27,9 +27,9 @@ from areal_hpc.areal.rules import (
 from areal_hpc.errors import RecipeError
 
 IDENTIFYING_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
-"""Sections of which a configuration of AReaL has at least one."""
+"""Sections that identify a configuration of AReaL, which has at least one of them."""
 RECIPE_SECTIONS = ("trainer", "inference", "model")
-"""Sections of which a configuration of AReaL has none."""
+"""Sections that identify a recipe; a configuration of AReaL has none of them."""
 
 OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,

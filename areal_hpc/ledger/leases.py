@@ -72,7 +72,7 @@ class LeaseTable:
 
 MIN_HEARTBEAT_INTERVAL_S = 0.25
 MAX_HEARTBEATS_PER_S = 1000
-"""Heartbeats of all cells together, few enough to leave most of the ledger's core for tickets."""
+"""Maximum rate of all cells together, which leaves most of the ledger's core for tickets."""
 
 
 class CellHeartbeats:

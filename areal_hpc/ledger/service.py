@@ -163,7 +163,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     def expire_leases(self) -> None:
-        """Make the tickets of silent cells available again; to be called about every second."""
+        """Make the tickets of silent cells available again. Call it about every second."""
         now_s = self._clock()
         before_s = now_s - self._policy.cell_timeout_s
         lost = self._tickets.expire_leases(now_s) + self._evaluator.tickets.expire_leases(before_s)

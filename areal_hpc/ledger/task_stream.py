@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _SEED_MASK = 2**31 - 1
 """Mask of seeds: every engine and every JSON reader accepts non-negative 31-bit integers."""
 MAX_MIX_BLOCK_TICKETS = 1000
-"""Tickets of a block at most, which is the precision of weights."""
+"""Maximum number of tickets in a block, which is the precision of weights."""
 SHARE_TOLERANCE = 1e-6
 """Tolerance of shares, because weights such as 0.1 are not exact in binary."""
 

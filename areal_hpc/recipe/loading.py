@@ -87,7 +87,7 @@ def _read_with_bases(path: Path) -> DictConfig:
 
 
 def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
-    """Merge trees, of which later ones win.
+    """Merge trees; later ones win.
 
     Raises:
         RecipeError: A tree has a list where another has keys; all such keys at once.

@@ -35,7 +35,7 @@ def code_reward(
     without an error; or `{"cases": [{"input": ..., "output": ...}]}` for standard input and output.
     `time_s` and `memory_bytes` beside them change the limits of each run. An answer's functions get
     copies of their arguments; with `{"arguments_change": true}` beside a `program` their changes
-    are applied to the originals, as for a list that is to be sorted in place.
+    are applied to the originals, as for a function that sorts a list in place.
 
     An answer runs in a sandbox and sees neither tests nor expected outputs: a `program` runs in
     another sandbox and calls it over a socket, which carries only literals.

@@ -1,4 +1,4 @@
-"""Reward for GSM8K: compares one number, without any package."""
+"""Reward for GSM8K: a comparison of one number, which needs no package."""
 
 import re
 from fractions import Fraction

@@ -60,10 +60,10 @@ class LlmJudge:
         max_grade: The best grade; the value is the grade divided by it.
         cache: SQLite file on storage of this node.
         timeout_s: Time limit of one call.
-        max_tries: Calls at most until a grade can be parsed.
+        max_tries: Maximum number of calls until a grade can be parsed.
         on_no_grade: Value of a reply after these: `0`, as the reply may have led the judge to break
             the format; or `fail`: the episode fails.
-        max_concurrent: Concurrent calls at most.
+        max_concurrent: Maximum number of concurrent calls.
         request: Further parameters of the calls, over `temperature: 0` and the JSON schema.
     """
 

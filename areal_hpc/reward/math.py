@@ -21,7 +21,7 @@ MATH_TIMEOUT_S = 5.0
 MATH_MEMORY_BYTES = 1024**3
 """Memory that the process of comparisons may take beside its packages."""
 MAX_NESTING = 100
-"""Nesting of brackets in a box at most; math-verify's parser fails a little above it."""
+"""Maximum nesting of brackets in a box; math-verify's parser fails a little above it."""
 
 
 def build_math_pool(timeout_s: float) -> VerifierPool:

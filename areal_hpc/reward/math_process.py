@@ -22,9 +22,9 @@ DIFFERENT = b"0"
 UNPARSABLE_REFERENCE = b"?"
 """Answer of this process if the right answer cannot be parsed."""
 MAX_RELATIVE_DIFFERENCE = 1e-5
-"""Relative difference of two numbers that count as equal at most."""
+"""Largest relative difference of two numbers that count as equal."""
 MAX_LOG2 = 2.0**20
-"""Bits of a number that may be computed: these take an instant, twenty times as many take long."""
+"""Maximum bits of a number to compute: these take an instant, twenty times as many take long."""
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ NOT_BEGUN_CODE = -1
 """Exit code in the answer if no process could be started."""
 MAX_DESCRIPTORS = 8
 MAX_PENDING_SIGNALS = 4096
-"""Pending signals and timers at most; the kernel also limits those of the user as a whole."""
+"""Limit of pending signals and timers; the kernel also limits those of the user as a whole."""
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _FILTER_INSTRUCTION_BYTES = 8

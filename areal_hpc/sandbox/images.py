@@ -34,15 +34,15 @@ from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.sandbox.unpacked_tree import BoundedStream, UnpackedTree
 
 MAX_DOCUMENT_BYTES = 4 << 20
-"""Size of an index, a manifest or a configuration at most."""
+"""Maximum size of an index, a manifest or a configuration."""
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYOUT_FILE, _INDEX_FILE = "oci-layout", "index.json"
 _PIECE_BYTES = 1 << 20
 MAX_ROOT_BYTES = 64 << 30
-"""Total size of a root file system's files at most."""
+"""Maximum total size of a root file system's files."""
 MAX_ROOT_FILES = 4_000_000
 _MAX_ARCHIVE_FILES = 10_000
-"""Files in an image's archive at most: a few documents, and one file for each layer."""
+"""Maximum number of files in an image's archive: a few documents, and one for each layer."""
 _SKIPPED_FOLDERS = ("dev", "proc", "sys")
 """Folders whose contents are not unpacked, because a sandbox has its own."""
 

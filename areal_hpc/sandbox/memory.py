@@ -11,7 +11,7 @@ from pathlib import Path
 from areal_hpc.jobs.processes.process_ties import read_resident_bytes
 
 SOCKET_BYTES = 208 << 10
-"""Unread data in one socket at most, by the kernel's default (net.core.wmem_default)."""
+"""Maximum unread data in one socket, by the kernel's default (net.core.wmem_default)."""
 _PAGE_BYTES = 4096
 _SHARED_MEMORY_NAME = b"/dev/zero (deleted)"
 

@@ -99,7 +99,7 @@ def find_installed_runtimes() -> list[str]:
 log = logging.getLogger(__name__)
 
 START_TRIES = 3
-"""Starts of one sandbox at most, as a loaded node may fail to start it."""
+"""Maximum number of starts of one sandbox, as a loaded node may fail to start it."""
 RETRY_PAUSE_S = 1.0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 MAX_CONNECTIONS = 64
-"""Open connections of one sandbox at most; further ones are closed at once."""
+"""Maximum number of open connections of one sandbox; further ones are closed at once."""
 _PIECE_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"

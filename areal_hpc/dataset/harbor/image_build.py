@@ -1,4 +1,4 @@
-"""Build of the images of Harbor's task folders by podman, on a machine with a network.
+"""Images of Harbor's task folders, built by podman on a machine with a network.
 
 `podman build` needs neither a daemon nor root. An image is saved as an archive in the task's
 folder, so that shared storage holds one file for a task, and nodes need no registry.

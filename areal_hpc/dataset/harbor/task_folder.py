@@ -145,7 +145,7 @@ ROOT_FILE_SYSTEM_NAMES = (
 _SYSTEM_FOLDERS = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")
 """Folders that are read-only unless a task has a root file system."""
 _ALWAYS_WRITABLE_FOLDERS = ("/workspace", "/tmp")
-"""Folders that commands may write in without any setting."""
+"""Folders of every sandbox that commands may write in."""
 
 
 def list_task_folders(path: Path, key: str) -> list[Path]:

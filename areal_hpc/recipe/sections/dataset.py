@@ -27,7 +27,7 @@ class TaskSetConfig(BaseConfig):
     """`package.module:function` that converts a source's row to the agent's; None drops the row."""
 
     source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator")
-    """Keys of which a source has exactly one."""
+    """Alternative keys; a source has exactly one of them."""
     key_hints: ClassVar[Mapping[str, str]] = {
         "files": "write hub: OWNER/NAME/FILES",
         "harbor": "write path: FOLDER",

@@ -19,7 +19,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 MAX_SAMPLES = 1024
 MAX_SET_TASKS = TICKETS_PER_SET
-"""Tasks of one evaluation of a set at most, as each task has a ticket."""
+"""Maximum number of a set's tasks in one evaluation, as each task has a ticket."""
 SET_NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,31}$"
 
 

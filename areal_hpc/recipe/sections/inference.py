@@ -60,7 +60,7 @@ class InferenceConfig(BaseConfig):
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
     """Tokens in the KV cache; null: SGLang decides by the free memory."""
     context_length: Annotated[int, Field(ge=64)] | None = None
-    """Tokens of prompt and reply at most; null: the model's limit."""
+    """Maximum number of tokens of prompt and reply; null: the model's limit."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """Share of GPU memory for weights and KV cache."""
     tool_call_parser: str | None = None

@@ -44,7 +44,7 @@ class AgentExecutionConfig(BaseConfig):
     variables: tuple[str, ...] = ()
     """Variables of the job that agents in mode `subproc` see, beside `PATH` and the like."""
     isolation: AgentIsolation | None = None
-    """Runtime of `data["sandbox"]`, where commands run; `none`: as you; null: no sandbox."""
+    """Runtime of `data["sandbox"]`, which runs commands; `none`: as you; null: no sandbox."""
     sandbox: SandboxConfig = SandboxConfig()
     """Files, network and limits of the sandbox."""
     export_style: Literal["concat", "individual"] = "concat"

@@ -198,7 +198,7 @@ class TrainerConfig(BaseConfig):
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps in a batch."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
-    """Tokens packed into one forward pass of one data-parallel rank at most."""
+    """Maximum number of tokens in one forward pass of one data-parallel rank."""
     recompute: Recompute = "none"
     """Activations computed again in the backward pass: none, those of norms and feed-forward parts,
     those of all layers, or of this many layers of each pipeline stage."""

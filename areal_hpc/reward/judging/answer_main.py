@@ -17,7 +17,7 @@ else:  # in a sandbox, which has no package, it lies beside this file
     literals = importlib.import_module("literals")
 
 MAX_ITERATED_ITEMS = 100_000
-"""Items at most of an iterable that the tests iterate over."""
+"""Maximum number of items of an iterable that the tests iterate over."""
 
 
 class AnswerProgram:

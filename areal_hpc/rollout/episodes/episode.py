@@ -1,4 +1,4 @@
-"""Play of one episode: open a session, run the agent or wait for a program, record rewards."""
+"""One episode: open a session, run the agent or wait for a program, record rewards."""
 
 import asyncio
 from dataclasses import dataclass
@@ -189,7 +189,7 @@ async def _reward_failed_episode(
 ) -> bool:
     """Set the reward of a failed episode; return False if it has none, or nothing to train.
 
-    An episode of which the proxy refused some rewards keeps the others, and gets none here.
+    If the proxy refused some of an episode's rewards, the episode keeps the others.
     """
     reward = spec.failure_reward
     if reward is None or failure.kind == REFUSED_REWARD_KIND:

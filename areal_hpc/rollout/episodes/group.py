@@ -1,4 +1,4 @@
-"""Play of groups of episodes: those of a ticket run concurrently, each until it succeeds."""
+"""Groups of episodes: those of a ticket run concurrently, each until it succeeds."""
 
 import asyncio
 import logging

@@ -71,7 +71,7 @@ SAME_PYTHON_PASSED_VARIABLES = (
 )
 """Further variables, without secrets, for agents that run with the driver's Python."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""Size of an answer at most, more than the rewards of any episode take."""
+"""Maximum size of an answer, above the rewards of any episode."""
 _MAX_TEXT_CHARS = 2000
 _SHORTAGES: dict[str, type[NodeResourceShortageError]] = {
     kind.__name__: kind for kind in (NodeResourceShortageError, SandboxStartError, WorkerStartError)
@@ -143,7 +143,7 @@ def serve_calls(link: socket.socket, parent_pid: int) -> None:
     """Answer calls in a child until the parent closes the link."""
     die_with_parent(signal.SIGKILL)
     become_child_subreaper()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends workers
     if os.getppid() != parent_pid:
         return
     with link, link.makefile("rb") as lines:
