@@ -20,7 +20,7 @@ class TaskSetConfig(BaseConfig):
     """Files of a data set on the Hugging Face hub, read from the local cache: owner, name, optional
     `@` and revision, and a pattern, such as `openai/gsm8k/main/train-*.parquet`."""
     generator: str | None = None
-    """`package.module:function` that returns dicts for JSON."""
+    """`package.module:function` that returns rows: dicts that JSON can hold."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator."""
     to_task: str | None = None

@@ -27,7 +27,7 @@ class EvaluationSamplingConfig(SamplingConfig):
     """Generation parameters of held-out episodes; greedy unless changed."""
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
 
 class EvaluationSetConfig(BaseConfig):

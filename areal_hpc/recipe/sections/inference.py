@@ -130,7 +130,7 @@ class WeightsConfig(BaseConfig):
     bucket_bytes: Annotated[int, Field(ge=4096)] | None = None
     """Size of buckets, or of files with disk; null: 512 MiB from GPUs, 64 MiB from CPUs."""
     replicas_per_group: Annotated[int, Field(ge=1)] | None = None
-    """Replicas of one update group, which fail together; null: 1, or 4 groups at most on GPUs."""
+    """Replicas of one group, which fail together; null: 1 on CPUs, at most 4 groups on GPUs."""
     senders: Annotated[int, Field(ge=1)] | None = None
     """Trainer ranks that send, each to a share of the replicas; null: one on each trainer node."""
     pause_mode: Literal["retract", "in_place"] = "retract"

@@ -189,7 +189,7 @@ class ObjectiveConfig(BaseConfig):
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
     custom: str = ""
-    """`package.module:function` of LossInputs that returns each token's term, for surrogate."""
+    """`package.module:function` of LossInputs: a term for each token, instead of surrogate's."""
     off_policy_correction_agg: CorrectionAggregate = "mean"
     """At level sequence: the bounded mean, sum or maximum over the row (of ratios: of logs)."""
 

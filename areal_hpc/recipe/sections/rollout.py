@@ -19,13 +19,13 @@ class SamplingConfig(BaseConfig):
     """Default generation parameters of the agent's requests."""
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling."""
+    """Probability mass of nucleus sampling."""
     top_k: Annotated[int, Field(ge=-1)] = -1
-    """-1 keeps all tokens."""
+    """Number of likeliest tokens to sample from; -1 keeps all."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 512
-    """Maximum tokens of one reply."""
+    """Maximum number of tokens of one reply."""
 
 
 class AgentExecutionConfig(BaseConfig):
