@@ -18,7 +18,7 @@ PARTIAL_SUFFIX = ".tmp"
 """Suffix behind the name of a shard under construction. Readers ignore such files."""
 
 ALIGNMENT_BYTES = 64
-"""Every dataset starts at a multiple of this, so that a program may map it as any dtype."""
+"""Divisor of the start of every dataset, so that a program may map it as any dtype."""
 
 
 class Axis(StrEnum):

@@ -30,7 +30,7 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 log = logging.getLogger(__name__)
 
 _MAX_BLOCK_BYTES = 1 << 24
-"""Large: each system call waits for the interpreter lock while other threads are at work."""
+"""Bytes per read: many, as each system call waits for the interpreter lock of busy threads."""
 MAX_PARALLEL_READS = 4
 """Shards checked at a time: shared storage gives one reader only a part of its bandwidth."""
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from areal_hpc.jobs.config import ProcessConfig
 
 STOP_MARGIN_S = 4.0
-"""A step or checkpoint that is not over this long before the job is killed is abandoned."""
+"""Seconds before the job is killed at which an unfinished step or checkpoint is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)

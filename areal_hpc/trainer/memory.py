@@ -111,7 +111,7 @@ def _suggest_memory_saving_change(
 
 
 MIN_OFFLOADED_BYTES = 64 << 10
-"""Smaller tensors are not offloaded: copying one takes as long as copying one of this size."""
+"""Size of the smallest offloaded tensor: copying a smaller one takes as long."""
 
 _HostCopy = tuple[torch.device, torch.Tensor]
 

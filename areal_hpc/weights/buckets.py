@@ -16,10 +16,10 @@ import torch
 from areal_hpc.errors import WeightSyncError
 
 CPU_BUCKET_BYTES = 64 * 2**20
-"""Over gloo, sending such a bucket takes far longer than the calls that announce it; SGLang's
+"""Size whose transfer over gloo takes far longer than the calls that announce it; SGLang's
 allocator keeps its memory (`inference/server/command.py`)."""
 GPU_BUCKET_BYTES = 512 * 2**20
-"""A bucket costs calls of some 8 ms at any size; at 45 GB/s this one takes 12 ms."""
+"""Size whose transfer, 12 ms at 45 GB/s, takes longer than a bucket's calls, some 8 ms."""
 BYTES_BY_DTYPE = {
     "float64": 8,
     "float32": 4,

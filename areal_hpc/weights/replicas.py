@@ -53,7 +53,7 @@ DiscoveredReplicas = list[tuple[ReplicaKey, ReplicaView]]
 ReplyT = TypeVar("ReplyT")
 
 CONNECT_TIMEOUT_S = 5.0
-"""A control proxy accepts connections at once, whatever its servers do: if not, it is gone."""
+"""Time limit of a connection: a control proxy accepts it at once, whatever its servers do."""
 FENCE_NOTICE_TIMEOUT_S = 2.0
 """Time limit of the one notice to a replica that failed an update; most cannot receive it."""
 CONTROL_TIMEOUT_S = 30.0
@@ -87,7 +87,7 @@ class _WeightVersionInfo(msgspec.Struct):
 
 class _ScoredPrompt(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, str | None]]
-    """The first token has no log-probability."""
+    """Log-probability (None for the first token), id and text of each token."""
 
 
 class _ScoreReply(msgspec.Struct):

@@ -35,7 +35,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 log = logging.getLogger(__name__)
 
 _MAX_CONCURRENT_GROUPS = 1024
-"""One thread per group, made when needed: a group that hangs must not delay others."""
+"""Threads, one per group, made when needed: a group that hangs must not delay others."""
 
 
 PROBE_TOKENS = 100

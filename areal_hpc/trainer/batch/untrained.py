@@ -22,7 +22,7 @@ from areal_hpc.wire.trajectory import CallRecord, SamplingMask, TrajectoryRow
 MAX_UNTRAINABLE_FRACTION = 0.5
 """Largest share of a batch's sampled tokens; beyond it the rest does not represent the agent."""
 NO_TOP_K = 1 << 20
-"""No vocabulary is larger: such a top_k excludes no token."""
+"""Size above every vocabulary: such a top_k excludes no token."""
 _GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {
     "frequency_penalty": 0.0,
@@ -149,8 +149,8 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
 
 
 MAX_CONSECUTIVE_UNTRAINED_BATCHES = 3
-"""A single one has a bad row or a damaged file; three in a row point to the weights, the settings
-or the storage."""
+"""Batches in a row that end the run: a single one has a bad row or a damaged file, three point to
+the weights, the settings or the storage."""
 
 
 def record_skipped_steps(

@@ -56,7 +56,7 @@ class PlaceInWholeTensor(NamedTuple):
     """Shape of the whole tensor."""
     box: Box
     allows_shape_mismatch: bool
-    """The tensor of another layout may have another shape: the vocabulary is padded."""
+    """Whether another layout's tensor may have another shape, like the padded vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The block as an index of the tensor."""
+        """Index of the tensor that selects the block."""
         return tuple(
             slice(offset, offset + size)
             for offset, size in zip(self.offsets, self.sizes, strict=True)
