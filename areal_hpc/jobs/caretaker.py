@@ -1,16 +1,16 @@
-"""Caretaker of a run's jobs under Slurm: submits again what is gone for good.
+"""Caretaker of a run's jobs under Slurm: it submits jobs again that are gone for good.
 
-A job that ends too early has Slurm start it again, under its number, where it can ask. One whose
-node never started it, or that Slurm ended or does not requeue, cannot. The caretaker brings it
-back, from three homes:
+A job that ends too early normally requeues itself under its id. A job cannot do so if its node
+never started it, or if Slurm ended it or does not requeue it. The caretaker submits such jobs
+again. It runs in three places:
 
-- a process in the first task of each job of the run: that of the leading job looks after all
-  others, and while no leading job is there, that of the first cell that runs looks after it;
-- a job of one processor behind all others, which Slurm starts when all of them are over, submits
-  them, and leaves within seconds;
-- `areal-hpc caretaker` on a login node, where jobs may not submit jobs.
+- as a process in the first task of each job of the run: the leading job's caretaker watches all
+  other jobs, and while there is no leading job, that of the first running cell watches for it;
+- as a job of one processor behind all others: Slurm starts it when all of them are over, and it
+  submits them and ends within seconds;
+- as `areal-hpc caretaker` on a login node, where jobs may not submit jobs.
 
-A job that Slurm holds since a node could not start it is released, and that node excluded.
+The caretaker releases a job that Slurm holds after a failed start, and excludes the node.
 """
 
 import contextlib
@@ -59,13 +59,14 @@ from areal_hpc.slurm.states import JobPhase
 log = logging.getLogger(__name__)
 
 POLL_S = 60.0
-"""Between two looks. What is missing at two of them is gone."""
+"""Time between two looks. A job that two looks miss is gone."""
 WAITING_JOB_POLL_S = 5.0
-"""The same in the job that waits behind the others: nothing of the run is left that may move."""
+"""Time between two looks of the waiting job, when all jobs of the run are over."""
 SUBMIT_TIMEOUT_S = 600.0
 
 RunOutlook = Literal["over", "unsettled", "at work"]
-"""No job of the run is there, and none will be; some are missing, or nobody knows; the rest."""
+"""`over`: no job of the run is left or comes back; `unsettled`: jobs are missing, or their state is
+unknown; `at work`: all other states."""
 
 
 class CaretakerConfig(ProcessConfig):
@@ -73,15 +74,15 @@ class CaretakerConfig(ProcessConfig):
     ROLE = "agents"
 
     job: str
-    """The job that this process is part of; `CARETAKER_JOB` outside of those looked after."""
+    """Job that this process belongs to; `CARETAKER_JOB` outside the watched jobs."""
     stages: tuple[StageJobs, ...]
-    """What it looks after, in order: a caretaker in a job of the run has that job's stage alone."""
+    """Stages to watch, in order; a caretaker in a job of the run watches only that job's stage."""
     poll_s: Annotated[float, Field(gt=0)] = POLL_S
-    """Seconds between two looks at the queue."""
+    """Time between two looks at the queue in seconds."""
 
 
 class Caretaker:
-    """Looks at the run's jobs now and then, and submits what is missing."""
+    """Watcher of a run's jobs, which submits missing ones again."""
 
     def __init__(
         self, config: CaretakerConfig, report: Callable[[str], None] = log.warning
@@ -94,23 +95,23 @@ class Caretaker:
         self._missing: set[str] = set()
         """Jobs that were missing at the last look."""
         self._refused: dict[str, str] = {}
-        """What Slurm said of the jobs that it did not take."""
+        """Slurm's reasons for the jobs that it refused."""
 
     def look(self) -> RunOutlook:
-        """Submit the jobs that were missing at the last look and are missing still.
+        """Submit jobs that are missing now and were missing at the last look.
 
         Raises:
-            SlurmNotFoundError: Slurm's commands are not installed here.
+            SlurmNotFoundError: Slurm's commands are not installed on this node.
         """
         try:
             if self._paths.cancelled_marker.exists() or self._paths.finished_marker.exists():
                 return "over"
-            stages = [one for one in self._config.stages if not one.done_marker.exists()]
+            stages = [stage for stage in self._config.stages if not stage.done_marker.exists()]
             if not stages:
                 return "over"
             jobs = self._read_watched_statuses(stages)
-            charges = [jobs[name] for name in select_jobs_to_watch(self._config.job, stages, jobs)]
-            missing = [job for job in charges if job.reason_to_submit]
+            watched = [jobs[name] for name in select_jobs_to_watch(self._config.job, stages, jobs)]
+            missing = [job for job in watched if job.reason_to_submit]
             if missing and self._is_launcher_at_work():
                 return "unsettled"
             submitted: list[JobStatus] = []
@@ -120,13 +121,13 @@ class Caretaker:
                 if job.name in self._missing and is_next and self._submit_again(job, jobs, stages):
                     submitted.append(job)
             self._missing = {job.name for job in missing}
-            for job in charges:
+            for job in watched:
                 if job.is_held_after_failed_launch:
                     self._release_after_failed_launch(job)
         except SlurmNotFoundError:
             raise
         except (ClusterError, OSError) as error:
-            self._report(f"the run's jobs cannot be looked after now: {error}")
+            self._report(f"the run's jobs cannot be watched now: {error}")
             return "unsettled"
         if any(job not in submitted and self._may_be_taken(job) for job in missing):
             return "unsettled"
@@ -138,14 +139,14 @@ class Caretaker:
         return not refusal or is_temporary_refusal(refusal)
 
     def _is_launcher_at_work(self) -> bool:
-        with contextlib.suppress(OSError):  # of storage without locks that reach other nodes
+        with contextlib.suppress(OSError):  # storage whose locks do not reach other nodes
             return is_lock_held(self._paths.lock)
         return False
 
     def _read_watched_statuses(self, stages: Sequence[StageJobs]) -> dict[str, JobStatus]:
-        """Statuses of all jobs; of the leading one alone for a cell, as long as that one lives.
+        """Read the statuses of all jobs; in a cell, of the leading job alone as long as it lives.
 
-        Of a thousand cells each looks once a minute.
+        A run may have a thousand cells, each of which looks once a minute.
         """
         leader = stages[0].leader
         if self._config.job not in (CARETAKER_JOB, leader):
@@ -153,17 +154,17 @@ class Caretaker:
             if jobs[leader].is_alive and not jobs[leader].is_held_after_failed_launch:
                 return jobs
         names = [name for stage in stages for name in stage.jobs]
-        was_laid = self._paths.job(CARETAKER_JOB).launch.exists()
-        return self._statuses.read([*names, *([CARETAKER_JOB] if was_laid else [])])
+        has_waiting_job = self._paths.job(CARETAKER_JOB).launch.exists()
+        return self._statuses.read([*names, *([CARETAKER_JOB] if has_waiting_job else [])])
 
     def _submit_again(
         self, job: JobStatus, jobs: Mapping[str, JobStatus], stages: Sequence[StageJobs]
     ) -> bool:
-        """Submit a job; one that Slurm does not take keeps no other one from being submitted."""
+        """Submit a job; return False, so that others are still submitted, if Slurm refuses it."""
         try:
             with claim(self._paths.submission_claim, self._claimant) as other_claimant:
                 newest = get_latest_submissions(read_submissions(self._paths.submissions))
-                # Else somebody else submits it, or has done so since this look.
+                # Else another process submits it, or has done so since this look.
                 if not other_claimant and newest.get(job.name) == job.submission:
                     return self._submit_claimed(job, newest, jobs, stages)
         except SlurmCommandError as refusal:
@@ -171,7 +172,7 @@ class Caretaker:
             reason = refusal.problems[0].message
             is_new = self._refused.get(job.name) != reason
             self._refused[job.name] = reason
-            if is_new and job.name != CARETAKER_JOB:  # once, though it is asked every minute
+            if is_new and job.name != CARETAKER_JOB:  # once, not at each look
                 self._events.record(SUBMISSION_REFUSED_EVENT, job=job.name, reason=reason)
         except OSError as error:
             self._report(f"{job.name} cannot be submitted again now: {error}")
@@ -189,19 +190,19 @@ class Caretaker:
         stages: Sequence[StageJobs],
     ) -> bool:
         files = self._paths.job(job.name)
-        counts_it = job.name != CARETAKER_JOB
+        is_counted = job.name != CARETAKER_JOB
         count = count_submissions(files) + 1
-        if counts_it and count > MAX_SUBMISSIONS_WITHOUT_PROGRESS:
+        if is_counted and count > MAX_SUBMISSIONS_WITHOUT_PROGRESS:
             write_submission_count(files, count)
             reason = f"{job.name} {job.reason_to_submit}"
             self._events.record("job_given_up", job=job.name, by=self._config.job, reason=reason)
-            self._report(f"{reason}; after {count - 1} submissions without progress that is all")
+            self._report(f"{reason}; given up after {count - 1} submissions without progress")
             return False
         if job.faulty_node:
             assert job.submission is not None
             reason = f"{job.name} ended there before its first task started"
             exclude_nodes(self._paths, {job.faulty_node: reason}, job.submission.job_id)
-        if counts_it:  # on a full disk nothing would bound the submissions: this raises then
+        if is_counted:  # raises on a full disk, where nothing would bound the submissions
             write_submission_count(files, count - 1)
         submitted = submit_job_again(
             self._paths,
@@ -213,7 +214,7 @@ class Caretaker:
             timeout_s=SUBMIT_TIMEOUT_S,
         )
         self._refused.pop(job.name, None)
-        if not counts_it:
+        if not is_counted:
             self._report(f"a caretaker waits behind the run's jobs as job {submitted}")
             return True
         self._report(f"{job.name} {job.reason_to_submit}; submitted again as job {submitted}")
@@ -221,7 +222,7 @@ class Caretaker:
             "job_submitted_again", job=job.name, job_id=submitted, by=self._config.job,
             reason=f"{job.name} {job.reason_to_submit}", excluded=job.faulty_node,
         )  # fmt: skip
-        # Not before: what Slurm did not take was no try of the job.
+        # Counted only now: a refused submission was no try of the job.
         write_submission_count(files, count)
         waiting = jobs.get(CARETAKER_JOB)
         if waiting and waiting.submission and waiting.state.phase is JobPhase.WAITING:
@@ -240,10 +241,10 @@ class Caretaker:
         return [f"--exclude={excluded}"] if excluded else []
 
     def submit_waiting_job(self) -> None:
-        """Submit the caretaker's job behind the run's jobs, from the one that runs now."""
+        """Submit the next caretaker's job behind the run's jobs, from the one that runs now."""
         newest = get_latest_submissions(read_submissions(self._paths.submissions))
         own = JobStatus(CARETAKER_JOB, newest.get(CARETAKER_JOB), None, (), is_alive=False)
-        stages = [one for one in self._config.stages if not one.done_marker.exists()]
+        stages = [stage for stage in self._config.stages if not stage.done_marker.exists()]
         self._submit_again(own, {}, stages)
 
     def _release_after_failed_launch(self, job: JobStatus) -> None:
@@ -258,7 +259,7 @@ class Caretaker:
         culprits = list(reasons) or (nodes if len(nodes) == 1 else [])
         problem = "; ".join(f"{node}: {reasons.get(node, 'the start failed')}" for node in culprits)
         exclude_nodes(self._paths, dict.fromkeys(culprits, problem), job_id)
-        write_submission_count(files, count - 1)  # on a full disk this raises
+        write_submission_count(files, count - 1)  # raises on a full disk
         if culprits:
             by_recipe, now = read_slurm_info(files), scontrol.query_job(job_id).excluded_nodes
             excluded = build_exclude_list(self._paths, by_recipe.excluded_by_recipe, now)
@@ -275,7 +276,7 @@ class Caretaker:
 def _build_dependency(
     job_name: str, newest: Mapping[str, Submission], stages: Sequence[StageJobs]
 ) -> str:
-    """What a job that is submitted again waits for; its script's own conditions have been met."""
+    """Build a resubmitted job's dependency; its script's own conditions have been met."""
     if job_name == CARETAKER_JOB:
         names = [name for stage in stages for name in stage.jobs if name in newest]
         ids = {name: newest[name].job_id for name in names}
@@ -285,31 +286,31 @@ def _build_dependency(
 
 
 def _find_leader_before(job_name: str, stages: Sequence[StageJobs]) -> str:
-    """The leading job of the stage that a job waits for; empty for none."""
-    found = (before.leader for before, stage in pairwise(stages) if job_name in stage.jobs)
-    return next(found, "")
+    """Find the leading job of the stage before a job's; empty if there is none."""
+    leaders = (before.leader for before, stage in pairwise(stages) if job_name in stage.jobs)
+    return next(leaders, "")
 
 
 def run(config: dict[str, Any]) -> None:
-    """Look after the run's jobs until this job ends, or behind them until they are back."""
-    told = CaretakerConfig.model_validate(config)
-    caretaker = Caretaker(told)
+    """Watch the run's jobs until this job ends, or in the waiting job until they are back."""
+    caretaker_config = CaretakerConfig.model_validate(config)
+    caretaker, poll_s = Caretaker(caretaker_config), caretaker_config.poll_s
     try:
-        if told.job == CARETAKER_JOB:
+        if caretaker_config.job == CARETAKER_JOB:
             while (outlook := caretaker.look()) == "unsettled":
-                time.sleep(told.poll_s)
+                time.sleep(poll_s)
             if outlook == "at work":
                 caretaker.submit_waiting_job()
             return
         while True:
-            time.sleep(told.poll_s)
+            time.sleep(poll_s)
             caretaker.look()
     except SlurmNotFoundError as error:
-        log.warning("nobody looks after the run's jobs from here: %s", error)
+        log.warning("the run's jobs cannot be watched from this node: %s", error)
 
 
 def look_after_run(paths: RunPaths, report: Callable[[str], None], poll_s: float = POLL_S) -> None:
-    """Look after a run's jobs from a login node, until it is finished, cancelled or given up.
+    """Watch a run's jobs from a login node until the run is finished, cancelled or given up.
 
     Raises:
         ClusterError: The run was not submitted, or there is no Slurm here.

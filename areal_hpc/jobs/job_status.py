@@ -1,4 +1,4 @@
-"""Status of a run's jobs under Slurm, and which of them a caretaker has to look after."""
+"""Status of a run's jobs under Slurm, and the selection of those that a caretaker watches."""
 
 import contextlib
 import time
@@ -36,18 +36,18 @@ from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, is_held_af
 from areal_hpc.wire.decoding import decode_json
 
 MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
-"""Of one job without progress of the run; then a person has to resume it."""
+"""Submissions of a job without progress of the run, after which a person has to resume it."""
 MAX_JOB_LIFETIME_TO_BLAME_NODE_S = 60.0
-"""A job without a word of any task that lived this long has started; its node is not to blame."""
+"""Lifetime from which on the node is not to blame for a job whose tasks reported nothing."""
 MAX_EXIT_FILE_DELAY_S = 30.0
-"""For which a node may not see a file that another has written: storage caches folders."""
+"""Time until a node sees another node's file: storage caches folders."""
 
 
 class StageJobs(BaseConfig):
     leader: str
     others: tuple[str, ...]
     done_marker: Path
-    """When this file exists the stage needs no jobs."""
+    """File whose existence means that the stage needs no jobs."""
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -56,19 +56,19 @@ class StageJobs(BaseConfig):
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What is known of the newest submission of one job."""
+    """Status of a job's newest submission."""
 
     name: str
     submission: Submission | None
     """None if the job was never submitted."""
     slurm_record: SlurmJobRecord | None
-    """As Slurm has it; None if Slurm does not know it."""
+    """Slurm's record; None if Slurm does not list the job."""
     task_exits: tuple[TaskExit, ...]
-    """What its tasks said last."""
+    """Last exits of its tasks."""
     is_alive: bool
     cancelled_by_person: bool = False
     is_given_up: bool = False
-    """Caretakers have submitted it as often as they do without progress of the run."""
+    """Whether caretakers have submitted it as often as allowed without progress of the run."""
 
     @property
     def state(self) -> JobState:
@@ -80,67 +80,68 @@ class JobStatus:
 
     @property
     def is_held_after_failed_launch(self) -> bool:
-        held = self.slurm_record
-        return held is not None and is_held_after_failed_launch(held.reason)
+        record = self.slurm_record
+        return record is not None and is_held_after_failed_launch(record.reason)
 
     @property
     def ended_idle(self) -> bool:
-        """It gave its nodes back, as the jobs that it works with were not there."""
-        codes = {one.exit_code for one in self.task_exits}
-        return IDLE_EXIT_CODE in codes and not any(one.is_crash for one in self.task_exits)
+        """Whether it released its nodes because the jobs that it works with were missing."""
+        codes = {task_exit.exit_code for task_exit in self.task_exits}
+        has_crashed = any(task_exit.is_crash for task_exit in self.task_exits)
+        return IDLE_EXIT_CODE in codes and not has_crashed
 
     @property
     def reason_to_submit(self) -> str:
-        """Why it is to be submitted again, to follow the job's name; empty if it is not."""
+        """Reason to submit it again, a predicate of the job's name; empty if there is none."""
         is_decided = self.name != CARETAKER_JOB and any(
-            one.exit_code == 0 or one.gave_up for one in self.task_exits
+            task_exit.exit_code == 0 or task_exit.gave_up for task_exit in self.task_exits
         )
         if self.is_alive or is_decided or self.cancelled_by_person or self.is_given_up:
             return ""
         if self.submission is None:
             return "was never submitted"
         if self.slurm_record is not None and self.state.phase is JobPhase.UNKNOWN:
-            return ""  # a newer Slurm has it, in a state that is not known here
+            return ""  # a newer Slurm lists it in an unknown state
         ended_at = (self.slurm_record and self.slurm_record.ended_or_latest_end_at) or 0.0
         if self.state.name == "COMPLETED" and time.time() - ended_at < MAX_EXIT_FILE_DELAY_S:
-            return ""  # its tasks may have said that they are done
+            return ""  # the exits of its tasks may not be visible yet
         return "had released its nodes" if self.ended_idle else self.state.meaning
 
     @property
     def faulty_node(self) -> str:
-        """The node that ended the job before a task said anything; empty for none."""
-        queued = self.slurm_record
+        """Node that ended the job before a task reported anything; empty if there is none."""
+        record = self.slurm_record
         has_ended = self.state.name in ("FAILED", "COMPLETED")
-        if queued is None or self.task_exits or not queued.nodes or not has_ended:
+        if record is None or self.task_exits or not record.nodes or not has_ended:
             return ""
-        lived_s = (queued.ended_or_latest_end_at or 0.0) - (queued.started_or_expected_at or 0.0)
+        lived_s = (record.ended_or_latest_end_at or 0.0) - (record.started_or_expected_at or 0.0)
         return (
-            expand_node_list(queued.nodes)[0] if lived_s < MAX_JOB_LIFETIME_TO_BLAME_NODE_S else ""
+            expand_node_list(record.nodes)[0] if lived_s < MAX_JOB_LIFETIME_TO_BLAME_NODE_S else ""
         )
 
 
 def select_jobs_to_watch(
     own_job: str, stages: Sequence[StageJobs], jobs: Mapping[str, JobStatus]
 ) -> list[str]:
-    """Names of the jobs that the caretaker of `own_job` has to look after now, in order. Pure.
+    """Select the jobs that the caretaker of `own_job` has to watch now, in order.
 
-    From outside: no stage whose leading job stays away, and no idle job while those that it works
-    with wait in the queue.
+    A caretaker outside the run's jobs leaves out stages whose leading job stays away, and idle jobs
+    while the jobs that they work with wait in the queue.
     """
     waiting_job = [name for name in jobs if name == CARETAKER_JOB]
     if own_job == CARETAKER_JOB:
-        found: list[str] = []
+        selected: list[str] = []
         for stage in stages:
             leader = jobs[stage.leader]
             if not (leader.is_alive or leader.reason_to_submit):
                 break
             for name in stage.jobs:
                 partners = stage.others if name == stage.leader else (stage.leader,)
-                is_lonely = not any(jobs[one].is_running for one in partners) and any(
-                    jobs[one].is_alive for one in partners
-                )
-                found += [] if jobs[name].ended_idle and is_lonely else [name]
-        return [*found, *waiting_job]
+                is_partner_queued = not any(
+                    jobs[partner].is_running for partner in partners
+                ) and any(jobs[partner].is_alive for partner in partners)
+                selected += [] if jobs[name].ended_idle and is_partner_queued else [name]
+        return [*selected, *waiting_job]
     (stage,) = stages
     if own_job == stage.leader:
         return [*stage.others, *waiting_job]
@@ -152,7 +153,7 @@ def select_jobs_to_watch(
 
 
 class JobStatusReader:
-    """Reads the newest submissions of a run's jobs, what Slurm has of them, what tasks said."""
+    """Reader of a run's newest submissions, their records in Slurm and the exits of their tasks."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -162,14 +163,16 @@ class JobStatusReader:
         submissions = read_submissions(self._paths.submissions)
         latest = get_latest_submissions(submissions)
         newest = {name: latest[name] for name in names if name in latest}
-        ids = [one.job_id for one in newest.values()]
+        ids = [submission.job_id for submission in newest.values()]
         snapshot = self.queue.poll(ids).filter_jobs(ids, partial(is_job_of_run, self._paths))
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
         alive = {
-            name for name, one in newest.items() if is_live_state(snapshot.get_state(one.job_id))
+            name
+            for name, submission in newest.items()
+            if is_live_state(snapshot.get_state(submission.job_id))
         }
-        if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
+        if not alive.issuperset(names):  # a second query only if jobs are missing
             alive |= self._find_renumbered_jobs(submissions)
         return {
             name: self._read_status(name, newest.get(name), snapshot.jobs, name in alive)
@@ -184,11 +187,10 @@ class JobStatusReader:
             if job.state.phase in (JobPhase.WAITING, JobPhase.RUNNING)
             and is_job_of_run(self._paths, job)
         }
-        # Of two that were submitted at the same time the newest may have given way to the other.
-        recorded = {one.job for one in submissions if one.job_id in at_work}
-        return recorded | {
-            one.submission.job for one in list_unrecorded_live_jobs(self._paths, queued)
-        }
+        # Of two jobs that were submitted at the same time the older one may be the one that runs.
+        recorded = {submission.job for submission in submissions if submission.job_id in at_work}
+        unrecorded = list_unrecorded_live_jobs(self._paths, queued)
+        return recorded | {live.submission.job for live in unrecorded}
 
     def _read_status(
         self,
@@ -199,12 +201,16 @@ class JobStatusReader:
     ) -> JobStatus:
         if submission is None:
             return JobStatus(job_name, None, None, (), is_alive)
-        files, found = self._paths.job(job_name), queued_jobs.get(submission.job_id)
+        files, record = self._paths.job(job_name), queued_jobs.get(submission.job_id)
         exits = read_task_exits(files).values()
-        own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
-        by_person = self._was_cancelled_by_person(submission, found)
+        own = tuple(
+            task_exit
+            for task_exit in exits
+            if task_exit.incarnation.rpartition(".")[0] == submission.job_id
+        )
+        by_person = self._was_cancelled_by_person(submission, record)
         is_given_up = not is_alive and count_submissions(files) > MAX_SUBMISSIONS_WITHOUT_PROGRESS
-        return JobStatus(job_name, submission, found, own, is_alive, by_person, is_given_up)
+        return JobStatus(job_name, submission, record, own, is_alive, by_person, is_given_up)
 
     def _was_cancelled_by_person(
         self, submission: Submission, queued: SlurmJobRecord | None
@@ -218,7 +224,7 @@ class JobStatusReader:
         with contextlib.suppress(OSError):  # on a full disk the next look tries again
             if by_person and not is_noted:
                 write_atomic(note, submission.job_id.encode())
-            elif is_noted and not by_person:  # accounting knew better later, or it runs again
+            elif is_noted and not by_person:  # accounting was late, or the job runs again
                 note.unlink(missing_ok=True)
         return by_person
 
@@ -230,7 +236,7 @@ def read_slurm_info(job: JobPaths) -> SlurmLaunchInfo:
 
 
 def count_submissions(job: JobPaths) -> int:
-    """Submissions by caretakers since the run made progress."""
+    """Count the submissions by caretakers since the run made progress."""
     with contextlib.suppress(FileNotFoundError):
         before = decode_json(job.caretaker_submission_count.read_bytes(), dict[str, int])
         is_current = before["progress_bytes"] == read_progress_bytes(read_slurm_info(job).progress)

@@ -1,4 +1,4 @@
-"""This node as a process of a job sees it: its GPUs, its address, the place of a task on it."""
+"""The node of a process: its GPUs, its address, and the position of the task on it."""
 
 import ipaddress
 import os
@@ -18,35 +18,33 @@ from areal_hpc.slurm.commands import run_slurm_command
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 DEVICES_DIR = Path("/dev")
 DRIVER_GPUS_DIR = Path("/proc/driver/nvidia/gpus")
-"""A folder for each GPU of the machine, named by its PCI address, as in `0000:1b:00.0`."""
+"""Folder with an entry per GPU of the machine, named by its PCI address (`0000:1b:00.0`)."""
 PCI_DEVICES_DIR = Path("/sys/bus/pci/devices")
 _DEVICE_LIST_TERMINATORS = ("", "-1", "NoDevFiles")
-"""Names in the variable that hide themselves and all after them; Slurm writes the last."""
+"""Values in the variable that hide themselves and all after them; Slurm writes the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpus:
     ids: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES spells them: numbers, or names such as `GPU-8932f937-...`."""
+    """Numbers, or names such as `GPU-8932f937-...`, as in CUDA_VISIBLE_DEVICES."""
     source: str
-    """Source of the list, for a person."""
+    """Origin of the list, for messages."""
 
 
 def find_visible_gpus(environ: Mapping[str, str], devices_dir: Path = DEVICES_DIR) -> VisibleGpus:
-    """The GPUs that the variable names; if it is not set, those with a device file."""
-    named = parse_visible_device_ids(environ)
-    if named is not None:
-        return VisibleGpus(
-            named, f"{VISIBLE_DEVICES_VARIABLE}={environ[VISIBLE_DEVICES_VARIABLE]!r}"
-        )
-    # CUDA numbers the ones that it may open from 0; those of a container need not be named so.
+    """Find the GPUs that the variable names or, if it is not set, those with a device file."""
+    ids = parse_visible_device_ids(environ)
+    if ids is not None:
+        return VisibleGpus(ids, f"{VISIBLE_DEVICES_VARIABLE}={environ[VISIBLE_DEVICES_VARIABLE]!r}")
+    # CUDA numbers the GPUs that it may open from 0; device files in a container may differ.
     return VisibleGpus(
         tuple(map(str, range(len(list_device_files(devices_dir))))), f"{devices_dir}/nvidia[0-9]*"
     )
 
 
 def parse_visible_device_ids(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs that the variable names, each once; None if it is not set, which hides none."""
+    """Parse the GPUs that the variable names, each once; None, which hides none, if not set."""
     if VISIBLE_DEVICES_VARIABLE not in environ:
         return None
     names = (name.strip() for name in environ[VISIBLE_DEVICES_VARIABLE].split(","))
@@ -60,14 +58,13 @@ def list_device_files(devices_dir: Path = DEVICES_DIR) -> list[Path]:
 def select_wanted_gpus(
     visible_gpus: VisibleGpus, wanted_gpus: WantedGpus, numa_node_by_gpu: Mapping[str, int]
 ) -> VisibleGpus:
-    """Those of the visible GPUs that a run may use, in the order in which it takes them. Pure.
+    """Select the visible GPUs that a run may use, in the order in which it takes them.
 
-    GPUs of one NUMA node stand together where `numa_node_by_gpu` tells them: a replica or
-    neighboring ranks then cross no socket that they need not. GPUs that the recipe lists keep
-    its order.
+    GPUs of one NUMA node are neighbors if `numa_node_by_gpu` has them, so that a replica or
+    neighboring ranks cross as few sockets as possible. GPUs that the recipe lists keep its order.
 
     Raises:
-        RecipeError: One that the recipe names is not visible, or there are fewer than it wants.
+        RecipeError: A GPU that the recipe names is not visible, or there are too few.
     """
     if wanted_gpus == "none":
         return VisibleGpus((), "cluster.gpus=none")
@@ -81,7 +78,7 @@ def select_wanted_gpus(
                 hint="name some of those that it shows, or use cluster.gpus=auto",
             )
         return VisibleGpus(names, f"cluster.gpus=[{', '.join(names)}]")
-    ordered = tuple(sorted(visible_gpus.ids, key=lambda one: numa_node_by_gpu.get(one, -1)))
+    ordered = tuple(sorted(visible_gpus.ids, key=lambda gpu: numa_node_by_gpu.get(gpu, -1)))
     if wanted_gpus == "auto":
         return VisibleGpus(ordered, visible_gpus.source)
     if wanted_gpus > len(ordered):
@@ -99,28 +96,28 @@ def select_wanted_gpus(
 def read_numa_nodes(
     devices_dir: Path = DEVICES_DIR, driver: Path = DRIVER_GPUS_DIR, pci: Path = PCI_DEVICES_DIR
 ) -> dict[str, int]:
-    """The NUMA node of each GPU, by its number in the order of PCI addresses; empty if unknown.
+    """Read the NUMA node of each GPU, numbered in the order of PCI addresses; empty if unknown.
 
-    In a container that shows some of the machine's GPUs the numbers are others: unknown as well.
+    In a container that shows only some of the machine's GPUs the numbers differ: also unknown.
     """
-    addresses = sorted(one.name for one in driver.glob("*"))
+    addresses = sorted(path.name for path in driver.glob("*"))
     if len(addresses) != len(list_device_files(devices_dir)):
         return {}
     try:
-        told = [int((pci / address.lower() / "numa_node").read_text()) for address in addresses]
+        nodes = [int((pci / address.lower() / "numa_node").read_text()) for address in addresses]
     except (OSError, ValueError):
         return {}
-    return {str(number): node for number, node in enumerate(told)}
+    return {str(number): node for number, node in enumerate(nodes)}
 
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 JOB_START_VARIABLE = "AREAL_HPC_JOB_START"
-"""Variable that says which start of its job, or of its cell, a process belongs to."""
+"""Variable with the number of the start, of its job or cell, that a process belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPosition:
-    """One task among the tasks of its job (on Slurm: one srun task)."""
+    """Position of a task among the tasks of its job (on Slurm: of srun)."""
 
     rank: int
     num_tasks: int
@@ -139,9 +136,8 @@ def get_task_position() -> TaskPosition:
 
 
 def _read_position(environ: Mapping[str, str], prefix: str, names: Sequence[str]) -> TaskPosition:
-    lone = (0, 1, 0, 0)
-    told = (int(environ.get(prefix + name, of)) for name, of in zip(names, lone, strict=True))
-    return TaskPosition(*told)
+    defaults = zip(names, (0, 1, 0, 0), strict=True)
+    return TaskPosition(*(int(environ.get(prefix + name, number)) for name, number in defaults))
 
 
 def get_advertised_host() -> str:
@@ -149,8 +145,8 @@ def get_advertised_host() -> str:
 
 
 def runs_on_one_node() -> bool:
-    unsaid = "" if "SLURM_PROCID" in os.environ else "1"
-    return os.environ.get("SLURM_STEP_NUM_NODES", unsaid) == "1"
+    default = "" if "SLURM_PROCID" in os.environ else "1"
+    return os.environ.get("SLURM_STEP_NUM_NODES", default) == "1"
 
 
 def get_task_log_dir(default_dir: Path) -> Path:
@@ -162,19 +158,19 @@ def get_job_start_number() -> int:
 
 
 def find_own_address(interface: str, environ: Mapping[str, str]) -> str:
-    """The IPv4 address by which other nodes of the cluster reach this one.
+    """Find the IPv4 address by which other nodes of the cluster reach this one.
 
-    Asked in turn: `AREAL_HPC_HOST`; the named interface; what this host's name resolves to, unless
-    that is loopback, as Debian's installer leaves it; what Slurm calls this node's address; the
-    way to the node that srun runs on.
+    The sources are, in this order: `AREAL_HPC_HOST`; the named interface; the host's name, unless
+    it resolves to loopback, as Debian's installer configures it; Slurm's address of this node; the
+    route to the node that srun runs on.
     """
     if host := environ.get("AREAL_HPC_HOST"):
         return host
     if interface:
         interfaces = psutil.net_if_addrs()
-        for found in interfaces.get(interface, ()):
-            if found.family == socket.AF_INET:
-                return str(found.address)
+        for address in interfaces.get(interface, ()):
+            if address.family == socket.AF_INET:
+                return str(address.address)
         raise RecipeError(
             f"{socket.gethostname()} has no interface {interface} with an IPv4 address, it has "
             + ", ".join(sorted(interfaces)),
@@ -190,9 +186,9 @@ def find_own_address(interface: str, environ: Mapping[str, str]) -> str:
 
 
 def find_interface(address: str) -> str:
-    """The network interface that has `address`; empty if none has."""
+    """Find the network interface that has `address`; empty if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == address for found in addresses):
+        if any(each.address == address for each in addresses):
             return str(name)
     return ""
 
@@ -207,16 +203,16 @@ def _resolve_host_name(host_name: str) -> str:
 
 
 def _find_slurm_address(node: str) -> str:
-    """Slurm's NodeAddr, as an address; empty outside Slurm, and where it does not answer.
+    """Resolve Slurm's NodeAddr; empty outside Slurm, and if it does not answer.
 
-    Where all nodes are one machine it is loopback, and right.
+    If all nodes are one machine it is loopback, which is right.
     """
     if not node:
         return ""
     try:
-        shown = run_slurm_command("scontrol", "show", "node", node, "--oneliner")
-        found = re.search(r"\bNodeAddr=(\S+)", shown)
-        return socket.gethostbyname(found[1]) if found else ""
+        output = run_slurm_command("scontrol", "show", "node", node, "--oneliner")
+        match = re.search(r"\bNodeAddr=(\S+)", output)
+        return socket.gethostbyname(match[1]) if match else ""
     except (OSError, ClusterError):
         return ""
 

@@ -1,7 +1,7 @@
 """Health check of a node before a job starts its processes: GPUs, disk, clock, network.
 
-What it finds is either the node's fault, and then the job goes elsewhere, or concerns all nodes
-alike, and then going elsewhere would not help.
+A problem is either the node's fault, and the job goes to another node, or it concerns all nodes
+alike, and another node would not help.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node import parse_visible_device_ids
 
 MAX_CLOCK_SKEW_S = 30.0
-"""Clocks may differ by this: leases and time limits are compared across nodes."""
+"""Allowed difference of clocks, as leases and time limits are compared across nodes."""
 STORAGE_ERRNOS = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Refusals to write that another node would meet as well."""
+"""Errors of writing that other nodes would meet as well."""
 GPU_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 _GREETING = b"areal-hpc\n"
@@ -38,10 +38,10 @@ class NodeProblem:
 def probe_node(
     environ: Mapping[str, str], job_dir: Path, least_free_bytes: int, first_address: str
 ) -> list[NodeProblem]:
-    """All problems of this node.
+    """Find all problems of this node.
 
-    The shared storage, on which `job_dir` is, and the node's own are to have so much free space.
-    `first_address` is where the job's first task listens; empty on that task's node.
+    Both the shared storage of `job_dir` and the node's own disk need `least_free_bytes`.
+    `first_address` is the address of the job's first task; empty on that task's node.
     """
     local_dir = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     findings = [
@@ -50,21 +50,21 @@ def probe_node(
         *_find_clock_problems(job_dir),
         *(_find_reachability_problems(first_address) if first_address else ()),
     ]
-    asked = list(parse_visible_device_ids(environ) or ())
-    if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
-        findings += compare_gpus_with_driver(asked, *query_gpu_errors())
+    allocated = list(parse_visible_device_ids(environ) or ())
+    if allocated and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
+        findings += compare_gpus_with_driver(allocated, *query_gpu_errors())
     return findings
 
 
 def query_gpu_errors() -> tuple[dict[str, int], str]:
-    """What `parse_gpu_errors` makes of the driver's GPUs, and the driver's complaint if any."""
+    """Query the errors of the driver's GPUs (`parse_gpu_errors`), and the driver's own error."""
     fields = "index,ecc.errors.uncorrected.volatile.total"
-    shown, complaint = run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    return {} if complaint else parse_gpu_errors(shown), complaint
+    output, complaint = run_nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    return {} if complaint else parse_gpu_errors(output), complaint
 
 
 def run_nvidia_smi(*words: str) -> tuple[str, str]:
-    """Output, and the error if there is one."""
+    """Run nvidia-smi; return its output and its error, empty if there is none."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", *words],
@@ -86,7 +86,7 @@ def split_csv(nvidia_smi_output: str) -> list[list[str]]:
 
 
 def parse_gpu_errors(nvidia_smi_output: str) -> dict[str, int]:
-    """Uncorrected errors of each GPU that nvidia-smi lists; 0 of one without error correction."""
+    """Parse the uncorrected errors of each GPU; 0 for a GPU without error correction."""
     rows = split_csv(nvidia_smi_output)
     return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
 
@@ -94,16 +94,16 @@ def parse_gpu_errors(nvidia_smi_output: str) -> dict[str, int]:
 def compare_gpus_with_driver(
     slurm_gpus: list[str], driver_gpus: dict[str, int], complaint: str
 ) -> list[NodeProblem]:
-    """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
+    """Compare the GPUs that Slurm allocated with those that the driver lists."""
     if complaint:
         return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
-    # Of MIG slices the driver lists the GPU that they are cut from, once for all of them.
+    # For MIG slices the driver lists their GPU, once for all slices.
     whole = [name for name in slurm_gpus if not name.startswith("MIG-")]
     if len(driver_gpus) < len(whole):
         return [
             NodeProblem(f"the driver shows {len(driver_gpus)} GPUs, Slurm allocated {len(whole)}")
         ]
-    # With device control groups the driver lists those of the job alone, counted from 0.
+    # With device control groups the driver lists only the job's GPUs, counted from 0.
     own = driver_gpus if len(driver_gpus) == len(whole) else driver_gpus.keys() & set(whole)
     return [
         NodeProblem(f"its GPU {index} has {errors} uncorrected memory errors")
@@ -121,13 +121,13 @@ def _find_free_space_problems(
         return [NodeProblem(f"{folder} cannot be read: {error.strerror}")]
     if free_bytes >= least_bytes:
         return []
-    found, wanted = free_bytes / 2**20, least_bytes / 2**20
-    reason = f"{folder} has {found:,.0f} MiB free, expected at least {wanted:,.0f} MiB"
+    free_mib, least_mib = free_bytes / 2**20, least_bytes / 2**20
+    reason = f"{folder} has {free_mib:,.0f} MiB free, expected at least {least_mib:,.0f} MiB"
     return [NodeProblem(reason, is_fault_of_node=not is_shared)]
 
 
 def _find_clock_problems(folder: Path) -> list[NodeProblem]:
-    """Compare this node's clock with the shared storage's, which may take long to answer."""
+    """Compare this node's clock with that of the shared storage, which may answer slowly."""
     try:
         before = time.time()
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
@@ -140,7 +140,7 @@ def _find_clock_problems(folder: Path) -> list[NodeProblem]:
 
 
 def compute_clock_skew_s(before: float, written_at: float, after: float) -> float:
-    """Least difference that explains the time of a file made between two looks at a clock. Pure."""
+    """Compute the least skew that explains the time of a file made between two clock readings."""
     return max(0.0, before - written_at) + min(0.0, after - written_at)
 
 
@@ -149,7 +149,7 @@ def is_fault_of_storage(error: Exception) -> bool:
 
 
 def find_clock_skew_problems(skew_s: float, folder: Path) -> list[NodeProblem]:
-    """Problems that a difference of clocks makes; positive where the node is ahead. Pure."""
+    """Report a clock skew that is too large; a positive skew means that the node is ahead."""
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
         return []
     return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
@@ -168,7 +168,7 @@ def _find_reachability_problems(address: str) -> list[NodeProblem]:
 
 
 class ReachabilityServer:
-    """Answers the other nodes of a job while they probe whether they reach its first one."""
+    """Server on a job's first node that answers the other nodes' connection probes."""
 
     def __init__(self, host: str) -> None:
         """Listen.
@@ -200,5 +200,5 @@ class ReachabilityServer:
                     connection, _ = self._listener.accept()
                 except TimeoutError:
                     return
-                with connection, contextlib.suppress(OSError):  # it hung up: others still come
+                with connection, contextlib.suppress(OSError):  # the client hung up
                     connection.sendall(_GREETING)

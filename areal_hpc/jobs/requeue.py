@@ -1,7 +1,7 @@
-"""Another start of a Slurm job under its own number; `restarts.decide_restart` decides.
+"""Requeue of a Slurm job under its own id, after `restarts.decide_restart` decided for it.
 
-A job that ends at a preemption's warning has failed in Slurm's eyes, and is not started again: it
-must ask for that itself, or outlast the warning. What cannot ask ends, for a caretaker to submit.
+Slurm counts a job that ends at a preemption's warning as failed and does not start it again: the
+job must requeue itself, or outlast the warning. A job that cannot ends, and a caretaker submits it.
 """
 
 import errno
@@ -37,7 +37,7 @@ from areal_hpc.wire.decoding import decode_json
 log = logging.getLogger(__name__)
 
 MAX_EXCLUDED_NODES = 16
-"""When so many nodes have failed the probe, something else is wrong."""
+"""Excluded nodes beyond which the nodes are not what is wrong."""
 PAUSES_BEFORE_WRITING_AGAIN_S = (60.0, 120.0, 240.0)
 RETRY_PAUSE_S = 1.0
 
@@ -45,7 +45,7 @@ RequeueResult = Literal["requeued", "cancelled", "ended by Slurm", "not requeued
 
 
 def read_progress_bytes(progress: str) -> int:
-    """Size of the file that grows while the run gets further; 0 without one."""
+    """Return the size of the file that grows with the run's progress; 0 without a file."""
     try:
         return Path(progress).stat().st_size if progress else 0
     except OSError:
@@ -53,7 +53,7 @@ def read_progress_bytes(progress: str) -> int:
 
 
 class StartProgressTracker:
-    """Progress of the run in this start of a job, and the earlier starts that made none."""
+    """Tracker of the run's progress in this start of a job, and counter of starts without any."""
 
     def __init__(self, job: JobPaths, progress: str) -> None:
         self._path = job.failure_count
@@ -64,10 +64,10 @@ class StartProgressTracker:
     def update_failure_counts(
         self, outcomes: Sequence[TaskExit], *, waits_for_room: bool = True
     ) -> FailuresWithoutProgress:
-        """Count this start, and remember the counts. Other stops than at a limit count nowhere.
+        """Count this start's crash, or its stop at the time limit, and store the counts.
 
-        After a crash that another start may mend, `waits_for_room` has a disk without room waited
-        for, some minutes.
+        With `waits_for_room` the count of a crash that another start may mend waits some minutes
+        for room on a full disk.
         """
         has_grown = read_progress_bytes(self._progress) > self._began_bytes
         lived_s = time.monotonic() - self._began_at
@@ -76,12 +76,12 @@ class StartProgressTracker:
             SLURM_JOB_RESTART_POLICY.count_failures(
                 before.failures,
                 made_progress=has_grown or lived_s >= SLURM_JOB_RESTART_POLICY.healthy_s,
-                has_failed=any(one.is_crash and not one.faulty_node for one in outcomes),
+                has_failed=any(end.is_crash and not end.faulty_node for end in outcomes),
             ),
             (0 if has_grown else before.time_limit_stops)
-            + any(one.reason == TIME_LIMIT_REASON for one in outcomes),
+            + any(end.reason == TIME_LIMIT_REASON for end in outcomes),
         )
-        codes = {one.exit_code for one in outcomes if one.is_crash}
+        codes = {end.exit_code for end in outcomes if end.is_crash}
         waits = waits_for_room and codes and PERMANENT_EXIT_CODES.isdisjoint(codes)
         for pause_s in (*(PAUSES_BEFORE_WRITING_AGAIN_S if waits else ()), None):
             try:
@@ -107,7 +107,7 @@ class StartProgressTracker:
 
 
 def exclude_nodes(paths: RunPaths, reasons: Mapping[str, str], job_id: str) -> list[str]:
-    """Put nodes on the run's list, unless it is too long to be true; those that are new there."""
+    """Add nodes to the run's list unless it is implausibly long; return the added ones."""
     known = list_unexpired_excluded_nodes(paths.excluded_nodes)
     room = max(0, MAX_EXCLUDED_NODES - len(known))
     new = [node for node in reasons if node not in known][:room]
@@ -117,21 +117,21 @@ def exclude_nodes(paths: RunPaths, reasons: Mapping[str, str], job_id: str) -> l
 
 
 def build_exclude_list(paths: RunPaths, excluded_by_recipe: str, already_excluded: str) -> str:
-    """Nodes that a job must not get: those `already_excluded`, and those that failed since.
+    """Build the list of nodes to exclude: those `already_excluded`, and those that failed since.
 
-    Both in Slurm's notation. Those of the run's list whose time is up are left out, unless the
-    recipe excludes them.
+    Both are in Slurm's notation. Expired nodes of the run's list are left out unless the recipe
+    excludes them.
     """
     path = paths.excluded_nodes
     excluded = list_unexpired_excluded_nodes(path)
-    expired = {one.node for one in read_excluded_nodes(path)}.difference(
+    expired = {record.node for record in read_excluded_nodes(path)}.difference(
         excluded, expand_node_list(excluded_by_recipe)
     )
-    named = expand_node_list(already_excluded)
-    if not expired.isdisjoint(named):
-        already_excluded = ",".join(node for node in named if node not in expired)
+    already = expand_node_list(already_excluded)
+    if not expired.isdisjoint(already):
+        already_excluded = ",".join(node for node in already if node not in expired)
     return ",".join(
-        filter(None, (already_excluded, *(node for node in excluded if node not in named)))
+        filter(None, (already_excluded, *(node for node in excluded if node not in already)))
     )
 
 
@@ -141,20 +141,18 @@ def requeue_own_job(
     give_up_at: float,
     report_refusal: Callable[[str], None] = log.error,
 ) -> RequeueResult:
-    """Have Slurm start this job, which runs, once more.
-
-    A slurmctld that does not answer is asked again until `give_up_at` (monotonic).
+    """Requeue this running job; retry until `give_up_at` (monotonic) if slurmctld is down.
 
     Returns:
-        What was done; "cancelled" in a run that was, "ended by Slurm" where it already ends or
-        requeues the job, "not requeued" where it refused, or could not be asked.
+        "cancelled" if the run is, "ended by Slurm" if Slurm already ends or requeues the job, "not
+        requeued" if Slurm refused or did not answer, else "requeued".
     """
     job_id = os.environ["SLURM_JOB_ID"]
     while not is_cancelled(paths.cancelled_marker):
         try:
             return _requeue_job(paths, excluded_by_recipe, job_id)
         except (SlurmTimeoutError, OSError) as silence:
-            log.warning("slurmctld or storage did not answer, asking again: %s", silence)
+            log.warning("slurmctld or storage did not answer, trying again: %s", silence)
             if time.monotonic() >= give_up_at:
                 return "not requeued"
             time.sleep(RETRY_PAUSE_S)
@@ -176,14 +174,14 @@ def _requeue_job(paths: RunPaths, excluded_by_recipe: str, job_id: str) -> Reque
         excluded = facts.excluded_nodes
     scontrol.control_job("requeue", job_id)
     if excluded != facts.excluded_nodes:
-        # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
-        # until its old credential has expired.
+        # Slurm allows this for waiting jobs alone, and a requeued job waits until its old
+        # credential has expired, so it is not too late.
         scontrol.retry_command(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
     return "requeued"
 
 
 def cancel_own_job(job_id: str) -> None:
-    """Have Slurm end this job as cancelled: by itself it would end as failed, being stopped."""
+    """Cancel this job in Slurm; by itself a stopped job would end as failed."""
     try:
         scontrol.cancel_job(job_id)
     except ClusterError as error:

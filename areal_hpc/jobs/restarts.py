@@ -1,12 +1,11 @@
-"""Restarts: what to do about a process or a job that failed, and how all ranks start again.
+"""Restart policy of failed processes and jobs, and the common restart of all ranks.
 
-Four ask the policy: the supervisor of a task about its processes, a cell about its replicas, a job
-under Slurm about itself, and the local launcher about its jobs.
+Four parties use the policy: a task's supervisor for its processes, a cell for its replicas, a job
+under Slurm for itself, and the local launcher for its jobs.
 
-A rank that dies breaks the collectives of all others, so all start again within the living job.
-The supervisor that sees a rank die writes the next numbered note, exclusively: one of them
-succeeds, and its rank is the cause. All follow the note, each by killing its rank and starting it
-again.
+A rank that dies breaks the collectives of all others, so all ranks start again within the living
+job. A supervisor that sees its rank die creates the next numbered note exclusively. One supervisor
+succeeds, and its rank is the cause. All follow the note: each kills its rank and starts it again.
 """
 
 import os
@@ -25,44 +24,44 @@ from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 from areal_hpc.wire.decoding import decode_json
 
 RestartDecision = Literal["done", "restart", "continue_without", "idle", "fail"]
-"""It is done; start it again; go on without it; start it again once there is work; give up."""
+"""`idle`: start again once there is work."""
 TIME_LIMIT_REASON = "close to the time limit"
-"""Reason of a task that stops because its job's time is up."""
+"""Reason of a task that stops because its job is close to its time limit."""
 PERMANENT_EXIT_CODES = frozenset({RecipeError.exit_code, AgentError.exit_code})
-"""Of errors of the recipe, the agent or our own code: another start would end the same way."""
+"""Exit codes of errors of the recipe, the agent or our own code, which another start would meet."""
 MAX_TIME_LIMIT_STOPS = 3
-"""Starts in a row that reach the time limit without progress: the limit is too short."""
+"""Consecutive starts that reach the time limit without progress, after which it is too short."""
 
 
 class FailuresWithoutProgress(Struct, frozen=True):
-    """Starts of a job in a row, the last one included, in which the run made no progress."""
+    """Counts of a job's consecutive starts without progress of the run, the last one included."""
 
     failures: int = 0
-    """Those that crashed."""
+    """Starts that crashed."""
     time_limit_stops: int = 0
-    """Those that were stopped at their time limit."""
+    """Starts that stopped at their time limit."""
     unwritten_because: str = ""
-    """Why the next start will not know of this one; empty if it will."""
+    """Error that kept the counts from the disk; empty if they were written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Failures in a row, without progress between them, that are answered by another start."""
+    """Limits for consecutive failures without progress that lead to another start."""
 
     max_failures: int
     max_cluster_failures: int | None = None
     """Limit for failures with the exit code of ClusterError alone; None: `max_failures`."""
     healthy_s: float = 600.0
-    """A start that lived this long made progress, whatever the run did meanwhile."""
+    """Lifetime from which on a start counts as progress."""
     progress_excuses_failure: bool = False
-    """Progress excuses the failure of its own start too, not only those before it."""
+    """Whether progress excuses the failure of its own start, too, and not only earlier ones."""
 
     def count_failures(
         self, failures_before: int, *, made_progress: bool, has_failed: bool = True
     ) -> int:
-        """Failures in a row without progress, after one more start than `failures_before`.
+        """Count consecutive failures without progress after one more start.
 
-        It has not failed if its end was not its fault.
+        `has_failed` is False if the start's end was not its own fault.
         """
         if made_progress and self.progress_excuses_failure:
             return 0
@@ -71,9 +70,9 @@ class RestartPolicy:
     def decide(
         self, exit_codes: Collection[int], failures: int, *, is_dispensable: bool = False
     ) -> RestartDecision:
-        """Decision after failures with these exit codes, so many in a row without progress.
+        """Decide after a failure with these exit codes, the last of `failures` without progress.
 
-        What is dispensable has others that can do its work.
+        If others can do the work (`is_dispensable`) "continue_without" takes the place of "fail".
         """
         if not PERMANENT_EXIT_CODES.isdisjoint(exit_codes):
             return "fail"
@@ -86,13 +85,13 @@ class RestartPolicy:
 
 
 SLURM_JOB_RESTART_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure=True)
-"""Of a job under Slurm. Progress: the run's metrics grew."""
+"""Policy for a job under Slurm, where progress means that the run's metrics grew."""
 
 
 def decide_restart(
     outcomes: Sequence[TaskExit], counts: FailuresWithoutProgress
 ) -> RestartDecision:
-    """Decision about a job under Slurm, from the ends of its tasks."""
+    """Decide about a job under Slurm by the exits of its tasks."""
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:
         return "done"
@@ -111,7 +110,7 @@ def decide_restart(
 
 
 def find_crash_error(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
-    """The crash that a job's outcomes tell of, if they do."""
+    """Return the first crash among a job's outcomes as an error; None if there is none."""
     for outcome in outcomes:
         if outcome.is_crash:
             if outcome.says_why:
@@ -128,17 +127,17 @@ def find_crash_error(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError |
 
 
 class RankRestart(msgspec.Struct, frozen=True):
-    """The note of one restart: why it came about."""
+    """Note of a restart, with its cause."""
 
     task: int
-    """Where the rank died that died first."""
+    """Task whose rank died first."""
     exit_code: int
     failures: int
-    """Deaths in a row without progress, this one included."""
+    """Consecutive deaths without progress, this one included."""
 
 
 class RankRestartNotes:
-    """The notes of one start of a job, as one of its supervisors follows them."""
+    """Restart notes of one start of a job, as one of its supervisors follows them."""
 
     def __init__(self, folder: Path, poll_s: float) -> None:
         self._folder = folder
@@ -148,7 +147,7 @@ class RankRestartNotes:
         """Restarts that this task has taken part in."""
 
     def read_next_restart(self, *, is_urgent: bool = False) -> RankRestart | None:
-        """The next restart to take part in; None while there is none, or before the next look."""
+        """Read the next restart to take part in; None if there is none, or before the next look."""
         now = time.monotonic()
         if now < self._next_look_at and not is_urgent:
             return None
@@ -164,7 +163,7 @@ class RankRestartNotes:
         return note
 
     def announce_restart(self, restart_note: RankRestart) -> bool:
-        """Have all tasks start their rank again; false if another task was first to say so."""
+        """Make all tasks start their rank again; return whether this task was first to announce."""
         make_folder(self._folder)
         path = get_number_path(self._folder, self.followed + 1)
         try:

@@ -1,7 +1,7 @@
-"""Supervisor task under Slurm: probe, stop notices, requeue.
+"""Task of a job under Slurm, for its supervisor: node probe, stop notes, requeue.
 
-The first task speaks for the job: it numbers the start, watches the clock, and asks Slurm for
-another start. The others follow notes in the job's folder.
+The first task acts for the job: it numbers the start, watches the clock, and requeues. The other
+tasks follow notes in the job's folder.
 """
 
 import logging
@@ -58,18 +58,18 @@ from areal_hpc.slurm.scontrol import expand_node_list
 log = logging.getLogger(__name__)
 
 MAX_CHECKPOINT_DURATION_S = 3600.0
-"""Before so much is left the duration of the last checkpoint is not read."""
+"""Time before the limit from which on the duration of the last checkpoint is read."""
 STOP_POLL_S, RARE_STOP_POLL_S = 2.0, 6.0
-"""Between two looks at the shared storage: for a stop of this start, and for the end of all."""
+"""Time between two looks at the shared storage: for stop notes, and for the end of the run."""
 DONE_GRACE_S = 30.0
-"""Time that processes get to end by themselves once the work is done."""
+"""Time for processes to end by themselves once the work is done."""
 TASK_EXIT_TIMEOUT_S = 60.0
-"""Longest that a task waits for one that does not say how it ended."""
+"""Longest wait for the exit of a task that does not report it."""
 PREEMPTED_REASON = "preempted by a job of higher priority"
 REQUEUE_TIMEOUT_S = 1800.0
-"""Longest that a job keeps its nodes to ask a slurmctld that does not answer for another start."""
+"""Longest time for which a job keeps its nodes to requeue while slurmctld does not answer."""
 PREEMPTION_KILL_TIMEOUT_S = 300.0
-"""Longest that a task stays to be killed, where only that makes Slurm start the job again."""
+"""Longest wait of a task for its kill, if only a kill makes Slurm start the job again."""
 
 
 class SlurmTask:
@@ -89,18 +89,18 @@ class SlurmTask:
         self._absent: list[TaskExit] = []
         self._progress_tracker = StartProgressTracker(self._paths, slurm.progress)
         self._clock: starts.SlurmControllerClock | None = None
-        """Of the first task, which watches the time limit."""
+        """Clock of the first task, which watches the time limit."""
         self._ends_at: float | None = None
         self._next_look_at = self._next_rare_look_at = 0.0
         self._done_since: float | None = None
         self._is_first_reached = position.is_first
-        """It answers at the beginning of a start only."""
+        """Whether this node reached the first task, which answers only when a start begins."""
         self._is_superseded = self._is_preempted = self._ends_cancelled = False
         self._run_dir_watch = RunDirWatch(launch.run.root)
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
     def begin(self) -> TaskExit | None:
-        """Take part in this start of the job and probe the node; why the task cannot go on."""
+        """Join this start of the job and probe the node; return an exit if the task cannot work."""
         environ, position = os.environ, self._position
         nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
@@ -118,7 +118,7 @@ class SlurmTask:
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is no work left")
         if position.local_rank:
-            return None  # another task of this node looks at it
+            return None  # another task of this node probes it
         if (refusal := self.probe_node()) is not None:
             return refusal
         if position.is_first and nodes > 1:
@@ -126,7 +126,7 @@ class SlurmTask:
         return None
 
     def probe_node(self) -> TaskExit | None:
-        """Check the health of this node; why the task cannot work on it."""
+        """Check the health of this node; return an exit if the task cannot work on it."""
         assert self._start is not None
         first_address = "" if self._is_first_reached else self._start.address
         findings = probe_node(
@@ -155,14 +155,14 @@ class SlurmTask:
             f"no task on this node joined within {timeout_s:.0f} s; "
             f"is {self._paths.root} mounted there?"
         )
-        # With most of them away it is rather the first that is alone.
+        # If most nodes are absent it is more likely the first node that is cut off.
         finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
-        self._absent = [self._report_node_problems(nodes[place], [finding]) for place in absent]
+        self._absent = [self._report_node_problems(nodes[rank], [finding]) for rank in absent]
         return self._absent[0] if self._absent else None
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
         excluded: list[str] = []
-        with log_storage_errors("the nodes that are not to be given again", logging.ERROR):
+        with log_storage_errors("the list of excluded nodes", logging.ERROR):
             excluded = list_unexpired_excluded_nodes(self._launch.run.excluded_nodes)
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
@@ -194,10 +194,9 @@ class SlurmTask:
         return self._stop_note_path.with_suffix(".left")
 
     def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
-        """Why this task has to stop now; None while it may go on.
+        """Return an exit if this task has to stop now; None while it may go on.
 
-        Where a process runs whose end ends the job (`can_end_job`), it is not disturbed when the
-        work is done elsewhere.
+        A process whose end ends the job (`can_end_job`) is not stopped when another task is done.
         """
         now = time.monotonic()
         if now < self._next_look_at or self._start is None:
@@ -226,7 +225,7 @@ class SlurmTask:
         if note and not (note.exit_code == 0 and can_end_job):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._clock is not None and self._ends_at is not None:
-            # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.
+            # Time for the step in flight, for the requeue and Slurm's coarse clock, and for a save.
             left_s = self._ends_at - self._clock.now()
             left_s -= self._launch.stop_grace_s + self._slurm.margin_s
             if left_s <= MAX_CHECKPOINT_DURATION_S and (
@@ -236,16 +235,16 @@ class SlurmTask:
         return None
 
     def announce_stop(self, outcome: TaskExit) -> float:
-        """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
+        """Notify the other tasks; return the grace of this task's processes in seconds."""
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
             return grace_s
         if self._position.is_first:
             grace_s = self._query_grace_s(outcome)
         try:
-            said = starts.read_stop_note(self._stop_note_path)
-            if said is not None and not self._position.is_first:
-                grace_s = said.grace_s
+            earlier_note = starts.read_stop_note(self._stop_note_path)
+            if earlier_note is not None and not self._position.is_first:
+                grace_s = earlier_note.grace_s
             else:
                 note = starts.StopNote(outcome.reason, outcome.exit_code, grace_s)
                 starts.write_stop_note(self._stop_note_path, note)
@@ -255,9 +254,9 @@ class SlurmTask:
         return grace_s
 
     def _query_grace_s(self, outcome: TaskExit) -> float:
-        """As the launch says, unless Slurm ends the job sooner; more where it knows of much time.
+        """Return the launch's grace, less if Slurm ends the job sooner, more if there is time.
 
-        A preemption's grace shows as the job's end.
+        During a preemption the job's end is the end of its grace.
         """
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
@@ -269,22 +268,21 @@ class SlurmTask:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
         if facts.state != scontrol.RUNNING_STATE or self._clock is None:
-            return grace_s  # until KillWait is over, which is not among what a job is told
+            return grace_s  # Slurm kills the job after KillWait, which it does not report
         if facts.ends_at is None:
             return wanted_s  # without a time limit nothing ends it sooner
         return max(0.0, min(wanted_s, facts.ends_at - self._clock.now() - self._slurm.margin_s))
 
     def conclude(self, outcome: TaskExit) -> TaskExit:
-        """Say how this task ended and, once all have, see to what comes next.
+        """Record how this task ended; in the first task, wait for the others and end the job.
 
-        The others stay until the first has asked Slurm: where the end of one task ends the job,
-        it would be over before.
+        The others stay until the first task has called Slurm: the end of any task may end the job.
         """
         outcome = msgspec.structs.replace(outcome, incarnation=self.incarnation)
         if self._is_superseded:
             return outcome  # the files belong to the later start
         if outcome.exit_code and self._is_run_dir_gone():
-            # Nobody could count another start: a person moves the folder back, or resumes there.
+            # Another start could not be counted: a person moves the folder back, or resumes there.
             log.error("%s", reason := self._describe_gone_run_dir())
             if not self._position.is_first:
                 time.sleep(TASK_EXIT_TIMEOUT_S)  # the end of one task may end the job
@@ -300,9 +298,9 @@ class SlurmTask:
                 if self._start is not None:
                     self._first_task_done_path.touch()
             if self._ends_cancelled:
-                cancel_own_job(self._job_id)  # last: it kills this process, too
-        elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
-            # On a full disk the first one waits for room to count this start.
+                cancel_own_job(self._job_id)  # last, as it kills this process, too
+        elif outcome.exit_code and self._start is not None:
+            # On a full disk the first task waits for room to count this start.
             self._await_first_task(
                 TASK_EXIT_TIMEOUT_S + (0.0 if is_written else sum(PAUSES_BEFORE_WRITING_AGAIN_S))
             )
@@ -326,27 +324,27 @@ class SlurmTask:
         def need_not_wait() -> bool:
             if self._first_task_done_path.exists():
                 return True
-            is_first_at_it = read_task_exit(self._paths, 0, self.incarnation) is not None
-            limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else exit_timeout_s
+            has_first_ended = read_task_exit(self._paths, 0, self.incarnation) is not None
+            limit_s = REQUEUE_TIMEOUT_S if has_first_ended else exit_timeout_s
             return time.monotonic() - began > limit_s
 
         _await_condition(need_not_wait, began + REQUEUE_TIMEOUT_S)
 
     def _end_job(self, own_exit: TaskExit) -> TaskExit:
-        # The way out depends on Slurm alone: on a silent disk it goes on all the same. On a full
-        # one a crash waits, as nothing would bound the starts.
+        # Only Slurm is needed to go on, so errors of the storage are passed over. On a full disk a
+        # crash waits, as nothing would bound the starts.
         gathered = self._wait_for_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
-        with log_storage_errors("the nodes that are not to be given again", logging.ERROR):
-            reasons = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
+        with log_storage_errors("the list of excluded nodes", logging.ERROR):
+            reasons = {end.faulty_node: end.reason for end in outcomes if end.faulty_node}
             faulty = exclude_nodes(self._launch.run, reasons, self._job_id)
         counts = self._progress_tracker.update_failure_counts(
             outcomes, waits_for_room=not self._is_preempted
         )
         decision = decide_restart(outcomes, counts)
-        crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
-        stopped = [one for one in outcomes if one.exit_code == STOPPED_EXIT_CODE]
+        crashes = [end for end in outcomes if end.exit_code not in (0, STOPPED_EXIT_CODE)]
+        stopped = [end for end in outcomes if end.exit_code == STOPPED_EXIT_CODE]
         decisive = next(iter(crashes), stopped[0] if own_exit.is_crash and stopped else own_exit)
         if self._is_preempted and not crashes:
             decisive = msgspec.structs.replace(decisive, reason=PREEMPTED_REASON)
@@ -364,7 +362,7 @@ class SlurmTask:
         if decision == "idle":
             self._events.record("job_idle", job_id=self._job_id, node=self._node)
             return decisive
-        # Slurm itself ends the asking of a job whose time is up.
+        # At the time limit Slurm ends the job and so this loop.
         give_up_at = time.monotonic() + REQUEUE_TIMEOUT_S
         requeue_result = requeue_own_job(
             self._launch.run, self._slurm.excluded_by_recipe, give_up_at
@@ -375,9 +373,9 @@ class SlurmTask:
         )  # fmt: skip
         self._ends_cancelled = requeue_result == "cancelled"
         if requeue_result == "not requeued" and not crashes and self._may_be_requeueable():
-            # Preempted, and unable to say that it wants to be started again: Slurm does so by
-            # itself with jobs that are still there when the grace is over. Others end at once,
-            # for a caretaker to submit them: until then they count against a limit of jobs.
+            # A preempted job that cannot requeue itself: Slurm requeues jobs that still run when
+            # the grace is over. Others end at once and a caretaker submits them: until then they
+            # count against a limit of jobs.
             _await_condition(
                 lambda: is_cancelled(self._launch.run.cancelled_marker),
                 time.monotonic() + PREEMPTION_KILL_TIMEOUT_S,
@@ -391,36 +389,34 @@ class SlurmTask:
             return True
 
     def _wait_for_task_exits(self, own_exit: TaskExit) -> dict[int, TaskExit]:
-        found: dict[int, TaskExit] = {self._position.rank: own_exit}
-        own_patience_s = (
-            TASK_EXIT_TIMEOUT_S if own_exit.exit_code == 0 else self._slurm.margin_s / 2
-        )
-        give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s
+        exits: dict[int, TaskExit] = {self._position.rank: own_exit}
+        timeout_s = TASK_EXIT_TIMEOUT_S if own_exit.exit_code == 0 else self._slurm.margin_s / 2
+        give_up_at = max(self._kill_at, time.monotonic()) + timeout_s
 
-        def all_are_there() -> bool:
-            for rank in set(range(self._launch.job.tasks)) - found.keys():
+        def have_all_ended() -> bool:
+            for rank in set(range(self._launch.job.tasks)) - exits.keys():
                 outcome = read_task_exit(self._paths, rank, self.incarnation)
                 if outcome is not None:
-                    found[rank] = outcome
-            return len(found) == self._launch.job.tasks
+                    exits[rank] = outcome
+            return len(exits) == self._launch.job.tasks
 
-        _await_condition(all_are_there, give_up_at)
-        return dict(sorted(found.items()))
+        _await_condition(have_all_ended, give_up_at)
+        return dict(sorted(exits.items()))
 
 
 def _explain_end(decisive: TaskExit, counts: FailuresWithoutProgress) -> TaskExit:
-    """The exit of a job that gives up, in the words of what made it give up. Pure."""
+    """Return the exit of a job that gives up, with the reason why it does."""
     if counts.unwritten_because and decisive.is_crash:
-        told = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
-        return msgspec.structs.replace(decisive, reason=told, says_why=True)
+        reason = f"{decisive.cause}; it cannot be counted: {counts.unwritten_because}"
+        return msgspec.structs.replace(decisive, reason=reason, says_why=True)
     if decisive.exit_code != STOPPED_EXIT_CODE or counts.time_limit_stops < MAX_TIME_LIMIT_STOPS:
         return decisive
-    told = (
+    reason = (
         f"{counts.time_limit_stops} starts in a row reached the time limit before the run made "
         "progress; the limit is too short"
     )
     code = RecipeError.exit_code
-    return msgspec.structs.replace(decisive, exit_code=code, reason=told, says_why=True)
+    return msgspec.structs.replace(decisive, exit_code=code, reason=reason, says_why=True)
 
 
 def _await_condition(condition: Callable[[], bool], give_up_at: float) -> None:

@@ -1,8 +1,8 @@
-"""Numbered starts of a Slurm job, stop notices between its tasks, and when its time is up.
+"""Numbered starts of a Slurm job, stop notes between its tasks, and its end of time.
 
-Slurm starts a job again on other nodes while a lost node may still run its old tasks. The first
-task of every start takes the next number, in a file whose content is also the first thing that the
-other tasks read from the shared storage: who does not see it is on a node that does not share it.
+Slurm may start a job again on other nodes while a lost node still runs its old tasks. The first
+task of every start takes the next number, as a file. The other tasks read this file first: a task
+that cannot see it is on a node without the shared storage.
 """
 
 import logging
@@ -29,35 +29,35 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
-"""Variable that names the note of a job's stop."""
+"""Variable with the path of a job's stop note."""
 
 
 class JobStart(Struct, frozen=True):
     number: int
-    """From 1, over requeues and new submissions."""
+    """Number of the start, from 1, over requeues and new submissions."""
     incarnation: str
-    """`<job id>.<restart>`: the same for all tasks."""
+    """`<job id>.<restart>`, the same for all tasks."""
     node: str
-    """The first task's."""
+    """Node of the first task."""
     address: str = ""
-    """`host:port` where the first task can be reached for a while; empty if it is alone."""
+    """`host:port` at which the first task answers for a while; empty if it is alone."""
 
 
 class StopNote(Struct, frozen=True):
-    """Why the tasks of a start have to stop, and how soon.
+    """Note that makes the tasks of a start stop.
 
-    Whoever reads it counts from then on by its own clock: clocks of nodes differ.
+    As clocks of nodes differ, a reader counts the grace from its first look, by its own clock.
     """
 
     reason: str
     exit_code: int
-    """Exit code of the task that says so: 0 when the work is done."""
+    """Exit code of the task that wrote it: 0 when the work is done."""
     grace_s: float
     """Seconds until processes that still run are killed."""
 
 
 def claim_next_start(folder: Path, incarnation: str, node: str, address: str) -> JobStart:
-    """Take the next number. For the first task."""
+    """Take the next number, in the first task."""
     number = claim_next_number(folder)
     start = JobStart(number, incarnation, node, address)
     write_atomic(get_number_path(folder, number), msgspec.json.encode(start))
@@ -65,7 +65,7 @@ def claim_next_start(folder: Path, incarnation: str, node: str, address: str) ->
 
 
 def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> JobStart:
-    """Wait for what the first task of this start wrote. For the other tasks."""
+    """Wait, in the other tasks, for the first task's file of this start."""
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         number = read_newest_number(folder)
@@ -87,10 +87,12 @@ def report_node_joined(folder: Path, start: JobStart, node_rank: int) -> None:
 
 
 def await_absent_nodes(folder: Path, start: JobStart, nodes: int, timeout_s: float) -> list[int]:
-    """Wait for the other nodes; places in the job's list of those without report. For the first."""
-    reports = {one: get_number_path(folder, start.number, f".node{one}") for one in range(1, nodes)}
+    """Wait, in the first task, for the other nodes; return the ranks of nodes without a report."""
+    reports = {
+        node: get_number_path(folder, start.number, f".node{node}") for node in range(1, nodes)
+    }
     give_up_at = time.monotonic() + timeout_s
-    while absent := [one for one, report in reports.items() if not report.exists()]:
+    while absent := [node for node, report in reports.items() if not report.exists()]:
         if time.monotonic() >= give_up_at:
             return absent
         time.sleep(_POLL_S)
@@ -112,7 +114,7 @@ def write_stop_note(path: Path, note: StopNote) -> None:
 
 
 def read_stop_note(path: Path) -> StopNote | None:
-    """Stop note of a task of this start; None while all go on."""
+    """Read the stop note of this start; None while there is none."""
     try:
         return decode_json(path.read_bytes(), StopNote)
     except FileNotFoundError:
@@ -125,9 +127,9 @@ def read_own_stop_note() -> StopNote | None:
 
 
 class StopDeadline:
-    """Moment at which a process that was told to stop is killed, by this node's own clock.
+    """Time at which a stopping process is killed, by this node's own clock.
 
-    `grace_s` counts from now, and until there is a note of the stop.
+    `grace_s` counts from now, until there is a stop note.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -135,7 +137,7 @@ class StopDeadline:
         self._notice: StopNote | None = None
 
     def get_left_s(self) -> float:
-        """Seconds until then. A note that is new counts from now."""
+        """Return the seconds left. The grace of a new note counts from now."""
         notice = read_own_stop_note()
         if notice is not None and notice != self._notice:
             self._notice, self._kill_at = notice, time.monotonic() + notice.grace_s
@@ -143,20 +145,20 @@ class StopDeadline:
 
 
 CHECKPOINT_DURATION_FILE_VARIABLE = "AREAL_HPC_CHECKPOINT_TIME_FILE"
-"""Variable that names the file for `record_checkpoint_duration`."""
+"""Variable with the path of the file of `record_checkpoint_duration`."""
 
 
 class SlurmControllerClock:
-    """slurmctld's clock, by which it ends jobs: a node's own may be off by many seconds.
+    """Clock of slurmctld, which ends jobs by it; a node's own clock may be off by many seconds.
 
-    It is asked once, as this is made; if it does not answer the node's own clock must do.
+    The offset is read once; without an answer of slurmctld the node's own clock is used.
     """
 
     def __init__(self) -> None:
         try:
             now = scontrol.read_controller_time()
         except ClusterError as error:
-            log.warning("slurmctld did not tell the time: %s", error)
+            log.warning("the time of slurmctld is unknown: %s", error)
             now = None
         self._ahead_s = (time.time() if now is None else now) - time.monotonic()
 
@@ -165,13 +167,13 @@ class SlurmControllerClock:
 
 
 def find_end_time(environ: Mapping[str, str]) -> float | None:
-    """Time at which Slurm ends this job, by its clock; None if there is no limit or none is known.
+    """Find the time at which Slurm ends this job, by its clock; None without a known limit.
 
-    Newer Slurms tell every job; others are asked, once.
+    Newer releases set a variable; older ones are queried once.
     """
-    told = environ.get("SLURM_JOB_END_TIME", "")
-    if told.isdecimal():
-        return float(told)
+    end_time = environ.get("SLURM_JOB_END_TIME", "")
+    if end_time.isdecimal():
+        return float(end_time)
     try:
         return scontrol.query_job(environ["SLURM_JOB_ID"]).ends_at
     except ClusterError:
@@ -179,26 +181,23 @@ def find_end_time(environ: Mapping[str, str]) -> float | None:
 
 
 def record_checkpoint_duration(seconds: float) -> None:
-    """For a process of a job: say how long its last save took. Without a supervisor: nothing.
-
-    Nothing ends for want of it: the time of the save before still stands.
-    """
+    """Record, in a supervised process, the duration of its last save; errors are only logged."""
     if path := os.environ.get(CHECKPOINT_DURATION_FILE_VARIABLE):
         try:
             write_atomic(Path(path), f"{seconds:.3f}".encode())
         except OSError as error:
-            log.warning("how long the last save took cannot be written: %s", error)
+            log.warning("the duration of the last save cannot be written: %s", error)
 
 
 def read_checkpoint_duration_s(job: JobPaths) -> float:
-    """Seconds that the job's last save took; 0 before the first, and where nobody can tell.
+    """Read the duration of the job's last save in seconds; 0 before the first, or if unreadable.
 
-    Jobs are stopped even while the storage is away.
+    Jobs must stop even while the storage has an outage.
     """
     try:
         return float(job.checkpoint_duration.read_text())
     except FileNotFoundError:
         return 0.0
     except (OSError, ValueError) as error:
-        log.warning("how long the last save took cannot be read: %s", error)
+        log.warning("the duration of the last save cannot be read: %s", error)
         return 0.0

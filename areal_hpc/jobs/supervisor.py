@@ -1,9 +1,10 @@
-"""Supervisor of one task: start, restart and stop its processes.
+"""Supervisor of one task: it starts, restarts and stops the task's processes.
 
-Nothing it starts outlives it: children die with it (kernel death signal), and each runs in a
-session of its own, so that stopping a child stops whatever that child started.
+No process outlives its supervisor: children die with it (kernel death signal), and each leads a
+session of its own, so that stopping a child stops all of its descendants.
 
-`LocalTask` is its foreground launcher's side: what `SlurmTask` is under `areal-hpc submit`.
+A supervisor works with a `SlurmTask` in a Slurm job, and with a `LocalTask` under a foreground
+launcher.
 """
 
 from __future__ import annotations
@@ -59,34 +60,34 @@ PROCESS_POLL_S = 0.1
 RESTART_BACKOFF = Backoff(0.5, 10.0)
 LOCAL_RANK_RESTART_POLL_S = 0.1
 SLURM_RANK_RESTART_POLL_S = 2.0
-"""Between two looks for the death of another task's rank, while this one's works."""
+"""Time between two looks for the death of another task's rank, while this task's rank works."""
 EXIT_CODES_CAUSED_BY_OTHER_RANKS = (STOPPED_EXIT_CODE, LOST_RANK_EXIT_CODE)
-"""Of a rank that left because another one failed."""
+"""Exit codes of a rank that left because another rank failed."""
 VICTIM_RESTART_NOTE_TIMEOUT_S = 10.0
 ERROR_RESTART_NOTE_TIMEOUT_S = 1.0
 SIGNAL_EXIT_CODE_BASE = 128
-"""Exit codes above this are those of signals."""
+"""Base of the exit codes of signals."""
 FINAL_RANK_EXIT_CODES = (
     STOPPED_EXIT_CODE,
     RecipeError.exit_code,
     ShardError.exit_code,
     ArealError.exit_code,
 )
-"""Of a rank that would end so again: starting all again within the job does not help."""
+"""Exit codes of a rank that would end the same way after a restart within the job."""
 
 
 def run_task(launch_path: str) -> None:
-    """Run one task of a job to its end. submitit calls this, and so does this module as a program.
+    """Run one task of a job to its end. submitit calls it, and this module as a program.
 
-    Exits with 0 when the job is complete, with the failed process's code otherwise. The
-    outcome is also left in the job's folder, because not every launcher sees exit codes.
+    Exits with 0 when the job is complete, with the failed process's code otherwise. The outcome is
+    also written to the job's folder, because not every launcher sees exit codes.
     """
     launch = read_launch_file(Path(launch_path))
     forbid_making(launch.run.root)
     position = detect_task_position(os.environ)
-    os.umask(launch.umask)  # Slurm hands on that of whoever submitted
+    os.umask(launch.umask)  # Slurm passes on that of the submitting shell
     if launch.slurm is None and launch.step is None and os.getpid() != os.getsid(0):
-        os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
+        os.setsid()  # only the launcher handles a Ctrl-C in the terminal
     die_with_parent(signal.SIGTERM)
     set_up_logging()
     stop = StopRequest.install()
@@ -100,9 +101,10 @@ def run_task(launch_path: str) -> None:
 
 
 def get_note_timeout_s(exit_code: int) -> float:
-    """Time that a rank's supervisor waits for the note of a rank that died before it. Pure.
+    """Return the time for which a supervisor waits for the note of a rank that died earlier.
 
-    Nothing but a signal needs no other rank's death to come about; some codes say that it did.
+    Only a signal is certain not to be a consequence of another rank's death. Some exit codes are
+    certain to be one.
     """
     if exit_code in EXIT_CODES_CAUSED_BY_OTHER_RANKS:
         return VICTIM_RESTART_NOTE_TIMEOUT_S
@@ -135,7 +137,7 @@ class _Supervisor:
             outcome = self._run_processes()
         except ArealError as error:
             outcome = TaskExit(error.exit_code, "supervisor", str(error))
-        except OSError as error:  # before the first process starts: later ones are tolerated
+        except OSError as error:  # before the first process starts; later errors are tolerated
             problem = ClusterError(
                 f"the task could not start: {error.strerror or error}",
                 key=str(error.filename or self._launch.paths.root),
@@ -165,7 +167,7 @@ class _Supervisor:
         can_end_job = any(child.spec.ends_job for child in self._children)
         if (outcome := self._task.find_stop_reason(can_end_job=can_end_job)) is not None:
             return outcome
-        for child in list(self._children):  # one that has done its work is removed
+        for child in list(self._children):  # a child that is done is removed
             if (outcome := self._poll_process(child)) is not None:
                 return outcome
         return None
@@ -201,7 +203,7 @@ class _Supervisor:
         spec = child.spec
         if child.ended_at is None:
             child.ended_at = time.monotonic()
-            child.signal_session(signal.SIGKILL)  # whatever it left behind
+            child.signal_session(signal.SIGKILL)  # kills what it left behind
         if code == 0:
             if spec.ends_job:
                 return TaskExit(0, spec.name)
@@ -218,7 +220,7 @@ class _Supervisor:
             if code in EXIT_CODES_CAUSED_BY_OTHER_RANKS and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
             if time.monotonic() - child.ended_at < get_note_timeout_s(code):
-                return None  # another task may be about to say that its rank died before this one
+                return None  # another task may still announce that its rank died earlier
         if code == LOST_RANK_EXIT_CODE:
             code = ClusterError.exit_code
         return self._on_process_crash(child, code)
@@ -237,7 +239,7 @@ class _Supervisor:
             try:
                 note = RankRestart(self._position.rank, code, failures)
                 if not self._notes.announce_restart(note):
-                    return None  # another task was first: the next look follows its note
+                    return None  # the next look follows another task's note
             except OSError as error:
                 log.error("could not notify the other tasks: %s", error)
                 decision = "fail"
@@ -261,20 +263,20 @@ class _Supervisor:
     def _any_other_task_ended(self) -> bool:
         exits = read_task_exits(self._launch.paths)
         return any(
-            rank != self._position.rank and one.incarnation == self._task.incarnation
-            for rank, one in exits.items()
+            rank != self._position.rank and task_exit.incarnation == self._task.incarnation
+            for rank, task_exit in exits.items()
         )
 
 
 class LocalTask:
-    """A supervisor on the launcher's machine, or in a step of its allocation, perhaps elsewhere."""
+    """Task on the launcher's machine, or in a step of its allocation on any node."""
 
     def __init__(self, launch: LaunchFile, position: TaskPosition) -> None:
         self._launch = launch
         self._position = position
         self._step = step = launch.step
         self.incarnation = step.incarnation if step else ""
-        """Start of the job, as `TaskExit` spells it."""
+        """Start of the job, as in `TaskExit`."""
         self._starts_dir = launch.paths.starts_dir
         self._start = starts.JobStart(step.start_number, step.incarnation, "") if step else None
         self._is_superseded = False
@@ -293,9 +295,9 @@ class LocalTask:
         )
 
     def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
-        """A stop when the launcher is gone, or a later start of the job has begun.
+        """Return an exit if the launcher is gone, or a later start of the job has begun.
 
-        On this machine the kernel drops the launcher's lock however it died. Locks do not reach
+        On this machine the kernel releases the launcher's lock however it died. Locks do not reach
         other nodes on every file system, so a step follows a heartbeat.
         """
         if self._step is None or self._start is None:
@@ -310,9 +312,9 @@ class LocalTask:
                 self._is_superseded = True
                 return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
             beat = Path(self._step.heartbeat_path).read_bytes()
-        except FileNotFoundError:  # a launcher that ended took its note away: no beat
+        except FileNotFoundError:  # a launcher that ended removed its note
             beat = self._last_beat
-        except OSError as error:  # the launcher cannot write either, where storage is away
+        except OSError as error:  # the launcher cannot write either during an outage
             log.warning("shared storage does not respond: %s", error)
             self._last_beat_at = now
             return None
@@ -321,7 +323,7 @@ class LocalTask:
         return LAUNCHER_GONE if now - self._last_beat_at >= LAUNCHER_HEARTBEAT_TIMEOUT_S else None
 
     def announce_stop(self, outcome: TaskExit) -> float:
-        """Seconds that processes get to stop by themselves; where they save, those of a save too.
+        """Return the grace of processes in seconds, with that of a save if they are to save.
 
         Processes of a step read it from a note, which all tasks of the job write alike.
         """
@@ -336,11 +338,11 @@ class LocalTask:
                 path = starts.get_stop_note_path(self._starts_dir, self._start)
                 starts.write_stop_note(path, note)
         except OSError as error:
-            log.warning("could not tell the processes how long they have: %s", error)
+            log.warning("the stop note could not be written: %s", error)
         return grace_s
 
     def conclude(self, outcome: TaskExit) -> TaskExit:
-        """Tell the launcher, unless the files belong to a later start."""
+        """Record the exit for the launcher unless the files belong to a later start."""
         outcome = msgspec.structs.replace(outcome, incarnation=self.incarnation)
         if not self._is_superseded:
             write_task_exit(self._launch.paths, self._position.rank, outcome)

@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 _MAX_REPLY_BYTES = 4096
 _POLL_S = 0.05
 _LOG_TAIL_BYTES = 64 * 1024
-"""Read of the log of a process that said nothing else of its end: an agent may have written GBs."""
+"""Bytes read of the log of a process that left no error file: an agent may have written GBs."""
 _KILL_TIMEOUT_S = 30.0
-"""Longest that the end of a killed process is waited for: devices may have to be left first."""
+"""Longest wait for the end of a killed process, which may have to release devices first."""
 
 
 class ForkServerClient:
-    """A fork server and the process that it last forked; of that, what `Popen` would offer."""
+    """Client of a fork server that controls the process forked last, like `Popen`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ForkServerClient:
         self._server = _start_session(command, log_path, environ, theirs.fileno())
         theirs.close()
         self.pid: int | None = None
-        """The forked process; None until it has begun."""
+        """Process id of the forked process; None until it has begun."""
         self._exit_code: int | None = None
 
     @property
@@ -83,13 +83,13 @@ class ForkServerClient:
 
     def start_process(self) -> None:
         self.pid = self._exit_code = None
-        with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
+        with contextlib.suppress(BrokenPipeError):  # the server died, which `poll` notices
             self._channel.send(START_REQUEST)
 
     def poll(self) -> int | None:
-        """The exit code of the process; None while it runs, or is about to.
+        """Return the exit code of the process; None while it runs or is about to start.
 
-        The process is killed, if its server died, and counts as killed in any case.
+        If its server died the process is killed, and counts as killed in any case.
         """
         while self._exit_code is None and select.select([self._channel], [], [], 0)[0]:
             try:
@@ -106,7 +106,7 @@ class ForkServerClient:
         return self._exit_code
 
     def terminate(self) -> None:
-        """SIGTERM to the process; one that has not begun will not."""
+        """Send SIGTERM to the process, or keep it from starting."""
         if self.poll() is not None:
             return
         if self.pid is None:
@@ -116,16 +116,16 @@ class ForkServerClient:
                 os.kill(self.pid, signal.SIGTERM)
 
     def signal_session(self, signal_number: int) -> None:
-        """Signal the process and all that it started; one that has not begun will not."""
+        """Signal the process and its session, or keep it from starting."""
         if self.poll() is not None:
-            return  # the server has killed whatever was left
+            return  # the server has killed what was left
         if self.pid is None:
             self._server.kill()
         else:
             _signal_process_group(self.pid, signal_number)
 
     def wait(self) -> int:
-        """Wait for the end of the killed process; its exit code. A server that hangs is killed."""
+        """Wait for the killed process and return its exit code; kill a server that hangs."""
         give_up_at = time.monotonic() + _KILL_TIMEOUT_S
         while (code := self.poll()) is None:
             select.select([self._channel], [], [], _POLL_S)
@@ -140,7 +140,7 @@ class ForkServerClient:
 
 
 class ExecutedProcess:
-    """A process that was started as a program of its own; the same part of `Popen`."""
+    """Process that was started as a program of its own, with the same interface."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ def _signal_process_group(pid: int, signal_number: int) -> None:
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A process of a task, how often it has been started, and how often it crashed lately."""
+    """Process of a task, with counts of its starts and of its recent crashes."""
 
     spec: ProcessSpec
     log_path: Path
@@ -192,11 +192,11 @@ class ManagedProcess:
     crashes_without_progress: int = 0
     not_before: float = 0.0
     process: ExecutedProcess | ForkServerClient | None = None
-    """Its present start; None between two."""
+    """Current start; None between two starts."""
     is_killed_for_restart: bool = False
-    """It is being killed, and starts again once it has ended."""
+    """Whether it is being killed and starts again once it has ended."""
     ended_at: float | None = None
-    """When its present start was seen to have ended."""
+    """Time at which the end of the current start was noticed."""
     _progress_bytes: int = 0
     _server: ForkServerClient | None = None
 
@@ -238,10 +238,10 @@ class ManagedProcess:
         return get_process_error_path(self.config_path).exists()
 
     def read_last_words(self) -> str:
-        """The error the process left, or the end of its log."""
-        left = get_process_error_path(self.config_path)
-        if left.exists():
-            return left.read_text()
+        """Return the error that the process left, or the end of its log."""
+        error_file = get_process_error_path(self.config_path)
+        if error_file.exists():
+            return error_file.read_text()
         tail = read_tail_lines(self.log_path, _LOG_TAIL_BYTES)
         return "\n".join(tail.decode(errors="replace").splitlines()[-12:])
 
@@ -252,7 +252,7 @@ class ManagedProcess:
 
 
 END_POLL_S = 0.1
-"""Between two looks whether processes that were told to stop have ended."""
+"""Time between two looks at stopping processes."""
 
 
 class ProcessStarter:
@@ -300,7 +300,7 @@ class ProcessStarter:
         Raises:
             RecipeError: Its interpreter or the site's network interface is missing, or the run's
                 recipe is damaged.
-            ClusterError: The shared storage refused to read or write what it needs.
+            ClusterError: The shared storage refused to read or write a file.
         """
         spec = process.spec
         python = self._launch.pythons[spec.role]
@@ -336,9 +336,9 @@ class ProcessStarter:
 def build_start_environment(
     job: JobPaths, interface: str, start_number: int, stop_note: Path
 ) -> dict[str, str]:
-    """What a job's processes must know of its start, and of the node: address, interface.
+    """Build the variables of a job's start, and of the node's address and interface.
 
-    gloo listens where the host's name leads, which may be nowhere.
+    gloo listens at the address of the host's name, which may not exist.
     """
     host = find_own_address(interface, os.environ)
     own_interface = find_interface(host)
@@ -360,7 +360,7 @@ def select_role_variables(
 
 
 def build_visible_gpus_variable(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:
-    """The variable that shows a process its task's GPUs and no others; nothing under Slurm.
+    """Build the variable that shows a process only its task's GPUs; nothing under Slurm.
 
     submitit's local executor hides every GPU of the machine from the jobs that it starts.
     """
@@ -372,17 +372,17 @@ def build_visible_gpus_variable(spec: ProcessSpec, launch: LaunchFile, rank: int
 def stop_processes(
     processes: Sequence[ManagedProcess], decide_grace_s: Callable[[], float]
 ) -> None:
-    """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
-    for one in processes:
-        if one.is_running:
-            assert one.process is not None
-            one.process.terminate()
-    grace_s = decide_grace_s()  # asks Slurm, while they stop
+    """Send SIGTERM to every process, and SIGKILL to their sessions after the grace."""
+    for managed in processes:
+        if managed.is_running:
+            assert managed.process is not None
+            managed.process.terminate()
+    grace_s = decide_grace_s()  # may call Slurm while the processes stop
     give_up_at = time.monotonic() + grace_s
-    while any(one.is_running for one in processes) and time.monotonic() < give_up_at:
+    while any(managed.is_running for managed in processes) and time.monotonic() < give_up_at:
         time.sleep(END_POLL_S)
-    for one in processes:
-        one.signal_session(signal.SIGKILL)
-        if one.process is not None:
-            one.process.wait()
-        one.kill_fork_server()
+    for managed in processes:
+        managed.signal_session(signal.SIGKILL)
+        if managed.process is not None:
+            managed.process.wait()
+        managed.kill_fork_server()

@@ -1,1 +1,1 @@
-"""Starting, supervising and ending the processes of one task: the fork server, signals, orphans."""
+"""Start, supervision and end of a task's processes: fork server, signals, orphans."""

@@ -1,15 +1,15 @@
-"""Fork server of one process of a job: it imports the entry's module once, and forks every start.
+"""Fork server of one process of a job: it imports the entry's module once and forks every start.
 
-Importing torch and Megatron takes a rank seconds of processor time; a process that is forked from
-one that has them begins in milliseconds and shares their memory.
+The imports of torch and Megatron take a rank seconds of processor time. A process that is forked
+after them begins in milliseconds and shares their memory.
 
-`fork` copies one thread, and with it every lock that another thread holds, and what a driver knows
-of this process's devices. So before it nothing is computed, no Python thread runs, and CUDA is not
-initialized, which `torch.cuda.is_available` does unless it is told to ask NVML (PyTorch's notes on
-multiprocessing, "Poison fork"). Should an import break this, `is_fork_safe` sees it, and the
-process is started by `exec`: slower, never wrong. OpenBLAS ends its threads by its own handler.
+`fork` copies one thread, every lock that another thread holds, and a driver's state of the
+devices. So before a fork nothing is computed, no Python thread runs, and CUDA is not initialized,
+which `torch.cuda.is_available` does unless it is set to use NVML (PyTorch's notes on
+multiprocessing, "Poison fork"). If an import breaks this, `is_fork_safe` notices it and the process
+is started by `exec`, which is slower. OpenBLAS ends its threads by its own handler.
 
-The server ignores stop signals, which are meant for the process, and dies with its supervisor; the
+The server ignores stop signals, which are meant for the process, and dies with its supervisor. The
 process gets SIGTERM when its server dies.
 """
 
@@ -40,26 +40,26 @@ FORK_SERVER_MAIN = "areal_hpc.jobs.processes.fork_server"
 START_REQUEST = b"start"
 PRELOAD_OPTION = "--preload="
 _NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With it `torch.cuda.is_available` asks NVML, which initializes nothing."""
+"""Variable that makes `torch.cuda.is_available` use NVML, which initializes nothing."""
 _CUDA_DEVICE_FILE = "nvidia-uvm"
-"""Opened when CUDA is initialized, and not by NVML."""
+"""Device file that CUDA opens when it is initialized, and NVML does not."""
 
 
 class ForkReply(msgspec.Struct, frozen=True):
-    """What a supervisor is told of one start."""
+    """Report of one start to the supervisor."""
 
     pid: int
-    """The process has begun, and leads a session of its own."""
+    """Id of the process, which has begun and leads a session of its own."""
     exit_code: int | None = None
-    """It has ended, and so has all that was left in its session; below 0 by that signal."""
+    """Exit code once the process and its session have ended; below 0 for a signal."""
 
 
 def main() -> None:
-    """Serve one supervisor until it closes the socket or dies; in a forked process, be that."""
+    """Serve one supervisor until it closes the socket or dies; in a fork, run the entry."""
     entry = sys.argv[1].removeprefix(PRELOAD_OPTION)
     config_path, channel = Path(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != int(os.environ[PARENT_VARIABLE]):  # it died before the kernel was asked
+    if os.getppid() != int(os.environ[PARENT_VARIABLE]):  # it died before the prctl
         sys.exit(75)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -77,36 +77,36 @@ def main() -> None:
 
 
 def is_fork_safe(devices_dir: Path = DEVICES_DIR) -> bool:
-    """True if this process has one Python thread and has not initialized CUDA."""
+    """Return whether this process has one Python thread and has not initialized CUDA."""
     return (
         threading.active_count() == 1 and devices_dir / _CUDA_DEVICE_FILE not in _list_open_files()
     )
 
 
 def _list_open_files() -> list[Path]:
-    found = []
+    paths = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was that of the listing
-            found.append(link.readlink())
-    return found
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            paths.append(link.readlink())
+    return paths
 
 
 def _preload_module(module: str) -> None:
-    is_asked_already = _NVML_CHECK_VARIABLE in os.environ
+    was_set = _NVML_CHECK_VARIABLE in os.environ
     os.environ.setdefault(_NVML_CHECK_VARIABLE, "1")
     try:
         importlib.import_module(module)
-    except Exception as error:  # boundary: the forked process imports it again, and explains
+    except Exception as error:  # boundary: the forked process imports it again and reports it
         log.debug("%s cannot be imported: %s", module, error)
-    if not is_asked_already:
+    if not was_set:
         del os.environ[_NVML_CHECK_VARIABLE]
     gc.collect()
-    gc.freeze()  # a collection in a forked process would touch, and so copy, all of it
+    gc.freeze()  # a collection in a forked process would touch, and so copy, all objects
 
 
 def _fork_at_requests(channel: socket.socket) -> bool:
     while channel.recv(len(START_REQUEST)):
-        # A stop signal that comes before the new process is ready for it must not be lost.
+        # A stop signal that comes before the new process can handle it must not be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         child = os.fork()
         if child == 0:
@@ -114,7 +114,7 @@ def _fork_at_requests(channel: socket.socket) -> bool:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # whatever it left behind, while its number is taken
+            os.killpg(child, signal.SIGKILL)  # its session, while the id is still taken
         _, status = os.waitpid(child, 0)
         channel.send(msgspec.json.encode(ForkReply(child, os.waitstatus_to_exitcode(status))))
     return False
@@ -133,10 +133,10 @@ def _set_up_forked_process(command: Sequence[str], channel: socket.socket, serve
 
 
 def set_process_title(words: Sequence[str]) -> None:
-    """Have `ps` show another command line, for which there must be room in the present one.
+    """Make `ps` show another command line if it is not longer than the current one.
 
-    The kernel reads it from the process's own memory; /proc/PID/stat says where that begins and
-    ends.
+    The kernel reads the command line from the process's memory, between two addresses in
+    /proc/PID/stat.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])

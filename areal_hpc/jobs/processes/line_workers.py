@@ -1,7 +1,7 @@
 """Worker processes of any Python that answer lines with lines, and a pool of them.
 
-Their standard input is the link, a socket, which closes when their parent dies. What they print
-goes to standard error. They are asked in an event loop or from threads.
+A worker's standard input is a socket, which closes when the parent dies; its output goes to
+standard error. Event loops and threads can call workers.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from areal_hpc.jobs.processes.process_ties import end_process, list_descendants
 
 _VMSTAT_PATH = Path("/proc/vmstat")
 _COUNTER = b"oom_kill "
-"""Of all control groups; the kernel counts before it kills."""
+"""Counter of kills in all control groups; the kernel counts before it kills."""
 
 
 def count_oom_kills() -> int:
-    """Out-of-memory kills since this machine started; 0 where the kernel does not count them."""
+    """Count out-of-memory kills since the machine started; 0 if the kernel does not count them."""
     with contextlib.suppress(OSError, ValueError):
         for line in _VMSTAT_PATH.read_bytes().splitlines():
             if line.startswith(_COUNTER):
@@ -45,25 +45,25 @@ SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_r
 _LOSS_HINT = "see what it printed"
 _PIECE_BYTES = 1 << 16
 _EXIT_TIMEOUT_S = 1.0
-"""For a process whose end of the link is closed to be over."""
+"""Time for a process to end after its end of the socket was closed."""
 _NO_PROGRAM_ERRNOS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.EINVAL),
 )
-"""It is not there, or is no program. Anything else may be otherwise in a moment: the node has no
+"""Errors of a missing file, or of a file that is no program. Other errors may pass: the node has no
 process, memory or descriptor left, or the storage does not answer."""
 
 
 class LineProcess:
-    """One process, which answers one line at a time. It belongs to no event loop.
+    """Worker process that answers one line at a time. It belongs to no event loop.
 
-    A program that asks to die with its parent dies with the thread that started it (prctl(2)).
-    A fork of this process has none of its links, and ends none of its processes.
+    A program that sets a parent death signal dies with the thread that started it (prctl(2)). A
+    fork of the present process drops the sockets of workers and ends none of them.
 
     Args:
-        command: What `subprocess.Popen` is given, standard streams apart.
-        process_name: What errors call it.
-        max_answer_bytes: A longer answer is an error.
+        command: Arguments of `subprocess.Popen` without standard streams.
+        process_name: Name of the process in errors.
+        max_answer_bytes: Length from which on an answer is an error.
 
     Raises:
         WorkerStartError: No process can be started now.
@@ -94,7 +94,7 @@ class LineProcess:
                 ) from error
             theirs.close()
             opened.pop_all()
-            # Also of a pool that nobody closed, and at the end of this process.
+            # Ends the worker also if its pool was not closed, and at the end of this process.
             self._end = weakref.finalize(self, _end_process, self._process, self._link)
             _open_processes.add(self)
         self._link.setblocking(False)
@@ -112,10 +112,10 @@ class LineProcess:
         self._has_run_short = True
 
     async def receive_socket(self, timeout_s: float) -> socket.socket:
-        """The socket that it sends before it is asked anything.
+        """Receive the socket that the worker sends before its first line.
 
         Raises:
-            AgentError: It ended without, or takes too long.
+            AgentError: It ended without sending one, or takes too long.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -132,12 +132,12 @@ class LineProcess:
             raise AgentError(f"{self._name} did not start within {timeout_s:g} s") from None
 
     async def ask(self, line: bytes, timeout_s: float | None = None) -> bytes:
-        """What it answers to a line, which has no end of line. None: wait for ever.
+        """Send a line, without its end of line, and return the answer. None: wait for ever.
 
         Raises:
-            AgentError: It takes too long or answers too much.
-            WorkerLostError: It has ended.
-            NodeResourceShortageError: The kernel ended it for want of memory.
+            AgentError: The answer takes too long or is too long.
+            WorkerLostError: The worker has ended.
+            NodeResourceShortageError: The kernel killed the worker as memory ran out.
         """
         loop, oom_kills = asyncio.get_running_loop(), self._begin_question()
         try:
@@ -152,13 +152,13 @@ class LineProcess:
         return answer
 
     def ask_blocking(self, line: bytes, timeout_s: float) -> bytes:
-        """Like `ask`, and blocks.
+        """Do the same as `ask`, and block.
 
         Raises:
-            TimeoutError: It takes too long.
-            AgentError: It answers too much.
-            WorkerLostError: It has ended.
-            NodeResourceShortageError: The kernel ended it for want of memory.
+            TimeoutError: The answer takes too long.
+            AgentError: The answer is too long.
+            WorkerLostError: The worker has ended.
+            NodeResourceShortageError: The kernel killed the worker as memory ran out.
         """
         deadline, oom_kills = time.monotonic() + timeout_s, self._begin_question()
         try:
@@ -209,7 +209,7 @@ class LineProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_TIMEOUT_S)
         code = self._process.returncode
-        # A kill may have been another process's: the kernel counts them all together.
+        # The kernel counts kills of all processes together, so another one may have been killed.
         if code == -signal.SIGKILL and count_oom_kills() > oom_kills:
             return NodeResourceShortageError(
                 f"{self._name} was killed: the memory of the job, or of the node, ran out",
@@ -221,8 +221,8 @@ class LineProcess:
 
 
 _fork_lock = threading.RLock()
-"""A fork while a process starts would have an end of a link that it knows nothing of, and the
-process would outlive its parent."""
+"""Lock against forks while a worker starts: a fork would inherit an end of the worker's socket, and
+the worker would outlive its parent."""
 _open_processes = weakref.WeakSet[LineProcess]()
 
 
@@ -241,32 +241,32 @@ os.register_at_fork(
 
 
 def _end_process(process: subprocess.Popen[bytes], link: socket.socket) -> None:
-    if process.poll() is None:  # else its number may be another's
-        started = list_descendants(process.pid)  # some may have left its session
+    if process.poll() is None:  # else another process may have its id
+        descendants = list_descendants(process.pid)  # some may have left its session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        for one in started:
-            end_process(one)
+        for pid in descendants:
+            end_process(pid)
     process.wait()
     link.close()
 
 
 class PooledWorker(Protocol):
-    """What a pool asks of its workers."""
+    """Interface of a pool's workers."""
 
     @property
     def is_usable(self) -> bool:
-        """It lives, nobody waits for its answer, and it had what it needed for the last one."""
+        """Whether it is alive and free, and had enough resources for its last answer."""
 
     def close(self) -> None:
-        """End it, whatever it does: in a thread, for a process may take its time to be gone."""
+        """End the worker. Call it in a thread: the end of a process may take long."""
 
 
 Worker = TypeVar("Worker", bound=PooledWorker)
 
 
 class WorkerPool(Generic[Worker]):
-    """At most `size` workers. It may serve one event loop after another.
+    """Pool of at most `size` workers, which may serve one event loop after another.
 
     Args:
         size: Workers that may be in use at a time.
@@ -276,13 +276,13 @@ class WorkerPool(Generic[Worker]):
     def __init__(self, size: int, start: Callable[[], Awaitable[Worker]]) -> None:
         self._size, self._start = size, start
         self._idle: list[Worker] = []
-        self._places = asyncio.Semaphore(size)
+        self._slots = asyncio.Semaphore(size)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Worker]:
-        """A worker to oneself; waits while all are in use. One left unusable is ended."""
-        async with self._get_places():
+        """Yield a free worker; wait while all are in use; end a worker that became unusable."""
+        async with self._get_slots():
             worker = await self._take_worker()
             try:
                 yield worker
@@ -296,11 +296,11 @@ class WorkerPool(Generic[Worker]):
         while self._idle:
             self._idle.pop().close()
 
-    def _get_places(self) -> asyncio.Semaphore:
+    def _get_slots(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._places, self._loop = asyncio.Semaphore(self._size), loop
-        return self._places
+            self._slots, self._loop = asyncio.Semaphore(self._size), loop
+        return self._slots
 
     async def _take_worker(self) -> Worker:
         while self._idle:

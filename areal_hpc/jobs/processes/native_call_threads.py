@@ -1,10 +1,9 @@
-"""Native calls that may outlast their process: threads for them, and an end beside them.
+"""Threads for native calls that may outlast their process, and the end of a process beside them.
 
-Nothing ends a thread that is in a call of native code. If the call returns while the interpreter
-ends, CPython (before 3.14) ends the thread, by unwinding its frames, as it asks for the
-interpreter's lock. C++ forbids that in a destructor, which is where torch's bindings ask for it,
-and the process aborts: "terminate called without an active exception", SIGABRT in place of its
-exit code.
+A thread in a call of native code cannot be ended. If the call returns while the interpreter ends,
+CPython (before 3.14) ends the thread by unwinding its frames when it takes the interpreter's lock.
+C++ forbids that in a destructor, which is where torch's bindings take the lock, and the process
+aborts: "terminate called without an active exception", SIGABRT in place of its exit code.
 """
 
 import logging
@@ -21,11 +20,11 @@ ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 _libraries_with_native_threads: set[str] = set()
-"""Those whose own threads may be in native calls, unknown to Python."""
+"""Libraries whose own threads, unknown to Python, may be in native calls."""
 
 
 class NativeCallThread(threading.Thread):
-    """Daemon thread whose work is in native code that asks for the interpreter's lock in C++.
+    """Daemon thread for native code that takes the interpreter's lock in C++.
 
     A process that ends while it runs ends at once (`exit_beside_native_calls`).
     """
@@ -35,13 +34,13 @@ class NativeCallThread(threading.Thread):
 
 
 def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[ResultT]:
-    """Run `work` in a daemon thread of its own; its result, if it comes to that."""
+    """Run `work` in a daemon thread of its own, and return the future of its result."""
     future: Future[ResultT] = Future()
 
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # boundary: carried to the thread that waits, if it does
+        except BaseException as error:  # boundary: the waiting thread raises it
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         else:
@@ -53,9 +52,9 @@ def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[R
 
 
 def note_library_threads(library: str) -> None:
-    """A library has threads of its own, until they are known to have ended: what fails leaves them.
+    """Record that a library has threads of its own, until they are marked as ended.
 
-    Gloo's drop the tensors of an operation some time after it failed, and those ask for the
+    Gloo's threads release the tensors of an operation some time after it failed, which takes the
     interpreter's lock.
     """
     _libraries_with_native_threads.add(library)
@@ -67,7 +66,7 @@ def mark_native_threads_ended(library: str) -> None:
 
 @contextmanager
 def exit_beside_native_calls() -> Iterator[None]:
-    """End the process where the block ends, if native calls may be under way; else do nothing.
+    """End the process at the end of the block if native calls may be under way; else do nothing.
 
     What the interpreter's end would run is left out then, but for the flushing of logs.
     """
@@ -78,7 +77,7 @@ def exit_beside_native_calls() -> Iterator[None]:
         if not (names := [*list_native_calls(), *list_threaded_libraries()]):
             raise
         code = end.code
-    except BaseException:  # boundary: told as the interpreter would, which does not come to it
+    except BaseException:  # boundary: reported as the interpreter would do it
         if not (names := [*list_native_calls(), *list_threaded_libraries()]):
             raise
         sys.excepthook(*sys.exc_info())
@@ -86,7 +85,7 @@ def exit_beside_native_calls() -> Iterator[None]:
     else:
         if not (names := [*list_native_calls(), *list_threaded_libraries()]):
             return
-    # They may have returned by now: the exception is taken, so the process ends here all the same.
+    # Even if they have returned by now the process ends here, as the exception was consumed.
     log.info("the process ends at once, beside native calls: %s", ", ".join(names))
     logging.shutdown()
     sys.stdout.flush()
@@ -95,10 +94,11 @@ def exit_beside_native_calls() -> Iterator[None]:
 
 
 def list_native_calls() -> list[str]:
-    """Names of those under way in threads that this module knows."""
-    return [one.name for one in threading.enumerate() if isinstance(one, NativeCallThread)]
+    """List the native calls under way in this module's threads."""
+    threads = threading.enumerate()
+    return [thread.name for thread in threads if isinstance(thread, NativeCallThread)]
 
 
 def list_threaded_libraries() -> list[str]:
-    """Libraries that have threads of their own."""
+    """List the libraries that have threads of their own."""
     return sorted(_libraries_with_native_threads)

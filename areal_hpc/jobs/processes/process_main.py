@@ -39,7 +39,7 @@ from areal_hpc.rundir.telemetry.spans import log_spans_of_process, record_state_
 PROCESS_MAIN = "areal_hpc.jobs.processes.process_main"
 """This module, for `python -m`."""
 PARENT_VARIABLE = "AREAL_HPC_SUPERVISOR_PID"
-"""The process that started this one, and that it does not outlive."""
+"""Variable with the id of the parent, which the process does not outlive."""
 
 
 def main() -> None:
@@ -48,12 +48,12 @@ def main() -> None:
 
 
 def run_entry(entry: str, config_path: Path, parent: int) -> None:
-    """Run one entry with its configuration, for as long as its parent lives."""
+    """Run an entry with its configuration as long as its parent lives."""
     die_with_parent(signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it died before the prctl
         sys.exit(75)
     threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
-    os.umask(os.umask(0o077) | 0o027)  # what the supervisor set, or more
+    os.umask(os.umask(0o077) | 0o027)  # at least as strict as the supervisor's
     raise_open_file_limit()
     set_up_logging()
     log = logging.getLogger(entry)
@@ -91,30 +91,30 @@ def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logg
     try:
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
-    except Exception as caught:  # boundary: whatever is not ours to explain is raised again
+    except Exception as caught:  # boundary: errors that do not explain themselves are raised again
         error = select_error_to_report(caught)
         if error is None:
             raise
-        # The traceback of a collective that another rank broke would be taken for the cause, and an
-        # agent's error has that of the agent.
+        # The traceback of a collective that another rank broke would look like the cause, and an
+        # agent's error contains the agent's traceback.
         log.error("%s", error, exc_info=not isinstance(error, (LostTrainerRankError, AgentError)))
         get_process_error_path(config_path).write_text(str(error))
         sys.exit(_get_exit_code(error))
 
 
 def select_error_to_report(caught: BaseException) -> ArealError | ValidationError | None:
-    """The error that explains itself, or the one that decides in a group of nothing but such.
+    """Return the error if it explains itself, or the decisive one of a group of such errors.
 
-    Task groups wrap even a single failure, and several tasks may fail at once. The first of those
-    that weigh most is told.
+    Task groups wrap even a single failure, and several tasks may fail at once. The first error of
+    the highest precedence is decisive. None: the error does not explain itself.
     """
     if isinstance(caught, (ArealError, ValidationError)):
         return caught
     if not isinstance(caught, BaseExceptionGroup):
         return None
-    explained = [select_error_to_report(one) for one in caught.exceptions]
-    errors = [one for one in explained if one is not None]
-    return max(errors, key=_get_error_precedence) if len(errors) == len(explained) else None
+    selected = [select_error_to_report(member) for member in caught.exceptions]
+    errors = [error for error in selected if error is not None]
+    return max(errors, key=_get_error_precedence) if len(errors) == len(selected) else None
 
 
 def _get_error_precedence(error: ArealError | ValidationError) -> int:

@@ -1,6 +1,6 @@
-"""Set-up of a process of a job as it starts: its log, its limit of open files, its stop signals.
+"""Set-up of a job's process: its log, its limit of open files, its stop signals.
 
-Light to import: every process pays for it.
+Keep this module light: every process imports it.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from types import FrameType
 from areal_hpc.errors import escape_controls
 
 PROMETHEUS_VARIABLE = "AREAL_HPC_PROMETHEUS"
-"""Set to 1 in the processes of a run with `cluster.prometheus`."""
+"""Variable that is 1 in the processes of a run with `cluster.prometheus`."""
 
 
 def raise_open_file_limit() -> None:
-    """Raise this process's limit to what its administrator allows.
+    """Raise this process's limit to the administrator's maximum.
 
-    Logins and Slurm often give 1,024, kept low for programs that use select(2). The ledger holds
-    two connections for each cell, a proxy one for each call that its agents have under way.
+    Logins and Slurm often set 1,024, which suits programs that use select(2). The ledger holds two
+    connections per cell, and a proxy one per call of its agents.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class EscapingFormatter(logging.Formatter):
-    """Formatter of records that may quote a model: whoever prints a log obeys no such text."""
+    """Formatter that escapes control characters, as records may quote a model."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_controls(super().format(record))
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
-    """One line per record on standard error, which the supervisor redirects to the role's log."""
+    """Log one line per record to standard error, which the supervisor redirects to a file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -50,11 +50,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
 class StopRequest:
-    """Set by the first stop signal. Heard even while the main thread sits in a C call.
+    """Request to stop, set by the first stop signal even while the main thread is in a C call.
 
     Python runs signal handlers only between bytecodes of the main thread, so a rank that waits
-    inside a collective would never notice. The wake-up descriptor is written by the C handler
-    at once and read by a watcher thread.
+    inside a collective would never notice. The C handler writes to the wake-up descriptor at once,
+    and a watcher thread reads it.
     """
 
     def __init__(self) -> None:
@@ -92,21 +92,21 @@ class StopRequest:
 
 
 def _notify_watcher(writer: socket.socket, signal_number: int) -> None:
-    """Tell the watcher from a Python-level handler too: uvloop takes the wake-up descriptor.
+    """Notify the watcher from a Python-level handler, too: uvloop replaces the wake-up descriptor.
 
     Setting the event here could deadlock: the main thread may hold its lock in `wait`.
     """
-    with contextlib.suppress(BlockingIOError):  # full: the watcher has plenty to read
+    with contextlib.suppress(BlockingIOError):  # full, so the watcher has enough to read
         writer.send(bytes((signal_number,)))
 
 
 class StopEvent(threading.Event):
-    """A stop asked of a launcher, and by which signal."""
+    """Event that stops a launcher, with the signal that set it."""
 
     signal_name = ""
-    """`SIGINT` for Ctrl-C; empty if no signal did."""
+    """`SIGINT` for Ctrl-C; empty without a signal."""
     is_repeated = False
-    """Asked again: nothing is waited for."""
+    """Whether it was set again, so that the launcher stops without waiting."""
 
     def set_by_signal(self, signal_number: int) -> None:
         self.is_repeated = self.is_set()
@@ -116,9 +116,9 @@ class StopEvent(threading.Event):
 
 @contextlib.contextmanager
 def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
-    """An event that SIGINT and SIGTERM set within the context; a message at the first of them.
+    """Yield an event that SIGINT and SIGTERM set; print a message at the first of them.
 
-    Outside the main thread, where Python handles no signals, nothing sets it.
+    Outside the main thread, where Python handles no signals, the event is never set.
     """
     stop = StopEvent()
 
@@ -130,9 +130,11 @@ def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {one: signal.signal(one, request_stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stop
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

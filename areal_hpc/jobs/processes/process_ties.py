@@ -1,8 +1,7 @@
-"""Ties of processes: one that ends when its parent dies, and those that a process started.
+"""Ties between processes: death with the parent, and the descendants of a process.
 
-The request for the kernel's death signal survives `exec`, so that this module is a command's
-wrapper and the command needs to know nothing of it. (subprocess's `preexec_fn` would run Python
-after `fork` in a process with threads.)
+The kernel's parent death signal survives `exec`, so this module can wrap any command.
+(subprocess's `preexec_fn` would run Python after `fork` in a process with threads.)
 """
 
 import contextlib
@@ -16,11 +15,11 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 ORPHAN_GRACE_S = 10.0
-"""Time a process may take to stop by itself after its supervisor vanished."""
+"""Time for a process to stop by itself after its supervisor vanished."""
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Ask the kernel to send `signal_number` to this process when its parent dies.
+    """Make the kernel send `signal_number` to this process when its parent dies.
 
     Raises:
         OSError: The kernel refused.
@@ -31,7 +30,7 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def exit_when_orphaned(parent: int) -> None:
-    """The last resort behind the death signal: a process that ignores it still ends."""
+    """End a process that ignores its parent death signal."""
     while os.getppid() == parent:
         time.sleep(0.5)
     time.sleep(ORPHAN_GRACE_S)
@@ -39,7 +38,7 @@ def exit_when_orphaned(parent: int) -> None:
 
 
 def main() -> None:
-    """Become the command, or exit at once when the parent is already gone."""
+    """Replace this process by the command, or exit at once if the parent is already gone."""
     parent, *argv = sys.argv[1:]
     die_with_parent(signal.SIGKILL)
     if os.getppid() != int(parent):
@@ -53,7 +52,7 @@ _spared_pids: set[int] = set()
 
 
 def become_child_subreaper() -> None:
-    """Make this process the parent of those of its descendants that lose theirs (prctl(2)).
+    """Make this process the parent of its orphaned descendants (prctl(2)).
 
     Raises:
         OSError: The kernel refused.
@@ -64,22 +63,22 @@ def become_child_subreaper() -> None:
 
 
 def list_descendants(pid: int, left_out: Set[int] = frozenset()) -> list[int]:
-    """The processes below one, the nearest first. Costs a file read for each of its threads.
+    """List the descendants of a process, the nearest first, without `left_out` and those below.
 
-    Those of `left_out` are not among them, nor what is below them.
+    Reads a file for each of their threads.
     """
-    found, looked_at = [pid], 0
-    while looked_at < len(found):  # no recursion: a program may start any number within another
-        for task in _list_thread_dirs(found[looked_at]):
+    pids, visited = [pid], 0
+    while visited < len(pids):  # no recursion, as a program may nest processes without limit
+        for task in _list_thread_dirs(pids[visited]):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 children = map(int, (task / "children").read_text().split())
-                found += [child for child in children if child not in left_out]
-        looked_at += 1
-    return found[1:]
+                pids += [child for child in children if child not in left_out]
+        visited += 1
+    return pids[1:]
 
 
 def read_resident_bytes(pid: int) -> int:
-    """Memory that a process holds, shared pages included; 0 if it has ended."""
+    """Return the memory of a process, shared pages included; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
@@ -87,10 +86,7 @@ def read_resident_bytes(pid: int) -> int:
 
 
 def spare_from_kill(pid: int) -> None:
-    """Spare a child of this process, and all below it, in `kill_descendants`.
-
-    It serves more than one call.
-    """
+    """Make `kill_descendants` spare a child, and all below it, that serves more than one call."""
     _spared_pids.add(pid)
 
 
@@ -99,16 +95,18 @@ def stop_sparing_from_kill(pid: int) -> None:
 
 
 def kill_descendants(pid: int, spared_pids: frozenset[int] = frozenset()) -> None:
-    while left := [one for one in list_descendants(pid, _spared_pids) if one not in spared_pids]:
-        for one in left:
-            end_process(one)
+    while left := [
+        child for child in list_descendants(pid, _spared_pids) if child not in spared_pids
+    ]:
+        for child in left:
+            end_process(child)
 
 
 def end_process(pid: int) -> None:
-    """Kill a process, and wait for it if it is a child. It may have ended."""
+    """Kill a process that may have ended, and wait for it if it is a child."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # it is no child
+    with contextlib.suppress(OSError):  # not a child
         os.waitpid(pid, 0)
 
 
