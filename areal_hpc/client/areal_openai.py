@@ -200,11 +200,8 @@ class ArealOpenAI(AsyncOpenAI):
         orphans = find_retry_orphans(self.tree) if drop_retry_orphans else frozenset()
         if reward_discount is not None and not self._is_discounted:
             self._overwrite_rewards_with_earned(reward_discount, "tree", orphans)
-        rewards = {
-            call.interaction_id: call.reward
-            for call in self.tree
-            if call.interaction_id not in orphans
-        }
+        kept = [call for call in self.tree if call.interaction_id not in orphans]
+        rewards = {call.interaction_id: call.reward for call in kept}
         interactions = [
             self._build_recorded_interaction(plan)
             for plan in plan_rows_with_unrewarded(self.tree, style, rewards)

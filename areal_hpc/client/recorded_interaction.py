@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """One reply, token by token."""
+    """Reply, token by token."""
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -30,7 +30,7 @@ class ModelResponse:
 
 @dataclass(slots=True, eq=False)
 class RecordedInteraction:
-    """One exported interaction: a training row with the answer and the reward behind it."""
+    """Exported interaction: a training row with the answer and the reward behind it."""
 
     plan: RowPlan
     """Interactions from the root to this one, and the replies that the row trains."""

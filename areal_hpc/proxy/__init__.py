@@ -1,1 +1,1 @@
-"""OpenAI-compatible endpoint of agents, which records what the model saw and said."""
+"""Endpoint with the APIs of OpenAI, Anthropic and Google that records tokens; see `service.py`."""

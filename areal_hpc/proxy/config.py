@@ -1,4 +1,4 @@
-"""Facts that the proxy process is told, and the limits of what it takes."""
+"""Configuration of the proxy process, and limits on its clients."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from areal_hpc.recipe.sections.inference import ProxyConfig
 
 
 class ProxyLimits(ProxyConfig):
-    """What the proxy takes from its clients; a recipe sets the time limits alone."""
+    """Limits on the proxy's clients; a recipe sets the time limits alone."""
 
     max_sessions: Annotated[int, Field(ge=1)] = 65536
     """Sessions open at once; further ones are refused with status 429."""
@@ -23,7 +23,7 @@ class ProxyLimits(ProxyConfig):
     max_messages: Annotated[int, Field(ge=1)] = 4096
     """Messages in one request; longer conversations are refused with status 400."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
-    """Larger requests are refused with status 413."""
+    """Bytes of one request; larger ones are refused with status 413."""
 
 
 class ProxyJobConfig(ProcessConfig):
@@ -31,13 +31,13 @@ class ProxyJobConfig(ProcessConfig):
     ROLE = "agents"
 
     cell: str
-    """Also the writer name of its shards."""
+    """Name of the cell, also as the writer of its shards."""
     model_path: Path
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
     serve_python: str = ""
-    """Interpreter of SGLang's environment; its parsers run there."""
+    """Interpreter of SGLang's environment, which runs its parsers."""
     limits: dict[str, int] = Field(default_factory=dict)
-    """Those of `ProxyLimits` that are not its defaults."""
+    """Values of `ProxyLimits` that replace its defaults."""
 
     @property
     def proxy_limits(self) -> ProxyLimits:

@@ -1,4 +1,4 @@
-"""The proxy process of a cell: replay, listen, publish, serve until told to stop."""
+"""Proxy process of a cell: replay the journal, listen, publish the address, serve until stopped."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 LAST_SEAL_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 1
-"""A preempted job has little time, and most of it belongs to the last seal."""
+"""Short, because a preempted job has little time and needs most of it for the last seal."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -88,19 +88,19 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     rendezvous.remove_own_endpoint(paths.rendezvous_dir, name)
     store = recorder.store
     if paths.finished_marker.exists() and not (store.finished or store.failed or store.sealed):
-        shutil.rmtree(recorder.folder)  # nobody will read that journal again
+        shutil.rmtree(recorder.folder)  # the run has finished: no proxy reads the journal again
 
 
 def _reopen_listener(directory: Path, service_name: str) -> socket.socket:
-    """A listening socket: where the cell's crashed proxy listened, so that agents find this one.
+    """Listen on the port of the cell's crashed proxy if there was one, or on any free port.
 
-    An agent keeps the address it was given; its client repeats calls that lost their connection.
+    An agent keeps the address of its proxy; its client repeats calls that lost their connection.
     """
     host = get_advertised_host()
-    before = rendezvous.find_endpoint(directory, service_name)
+    previous = rendezvous.find_endpoint(directory, service_name)
     ports = [0]
-    if before is not None and urlsplit(before.url).hostname == host:
-        ports.insert(0, urlsplit(before.url).port or 0)
+    if previous is not None and urlsplit(previous.url).hostname == host:
+        ports.insert(0, urlsplit(previous.url).port or 0)
     for port in ports:
         try:
             return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
@@ -112,10 +112,10 @@ def _reopen_listener(directory: Path, service_name: str) -> socket.socket:
 
 
 def make_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
-    """The cell's journal: node-local, apart from those of other runs, readable by its owner.
+    """Return the path of the cell's journal, in a node-local folder that only its owner can read.
 
-    Every run directory has a secret of its own, so a run that starts anew at an earlier run's
-    path does not take over that one's journal.
+    The secret of the run directory is part of it, so that a run that starts anew at an earlier
+    run's path does not take over that one's journal.
     """
     base = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     run = f"{job.run_dir.resolve()}\n{job.cell}\n{run_secret}".encode()

@@ -14,9 +14,9 @@ from areal_hpc.wire.trajectory import PromptReuse
 log = logging.getLogger(__name__)
 
 MAX_LOGGED_KINDS = 1000
-"""Names come from clients: of so many the log tells, and as many have a counter of their own."""
+"""Limit on the names from clients that are logged, and on those with a counter of their own."""
 MAX_NAME_CHARS = 100
-"""Of a name that is kept; no parameter has a longer one."""
+"""Length to which names from clients are cut; no parameter has a longer one."""
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
@@ -55,30 +55,30 @@ class ProxyMetrics:
         return Counter(f"areal_hpc_proxy_{metric_name}", text, labels, registry=self._registry)
 
     def register_gauges(self, store: SessionStore) -> None:
-        """Add gauges of what a book holds; they are read when somebody asks for them."""
+        """Add gauges of a store, computed whenever the metrics are read."""
 
-        def gauge(metric_name: str, text: str, count: Callable[[], int]) -> None:
-            one = Gauge(f"areal_hpc_proxy_{metric_name}", text, registry=self._registry)
-            one.set_function(count)
+        def add_gauge(metric_name: str, text: str, count: Callable[[], int]) -> None:
+            gauge = Gauge(f"areal_hpc_proxy_{metric_name}", text, registry=self._registry)
+            gauge.set_function(count)
 
         sessions, finished = store.sessions, store.finished
-        gauge(
+        add_gauge(
             "sessions",
             "Sessions, ended ones that are not sealed included.",
             lambda: len(sessions),
         )
-        gauge(
+        add_gauge(
             "requests_in_flight",
             "Model calls in flight.",
             lambda: sum(session.in_flight for session in sessions.values()),
         )
-        gauge(
+        add_gauge(
             "unsealed_tickets", "Finished tickets that are not sealed yet.", lambda: len(finished)
         )
 
     def count_ignored_parameters(self, route: str, client: str, names: Iterable[str]) -> None:
-        """Count a request's parameters without effect; so many have a counter of their own."""
-        for name in (one[:MAX_NAME_CHARS] for one in names):
+        """Count a request's parameters without effect, each by its name up to a limit of names."""
+        for name in (full_name[:MAX_NAME_CHARS] for full_name in names):
             text = "%s: %r has no effect here; client %r; it is counted from now on"
             self._log_once((client, route, name), text, route, name, client)
             if len(self._ignored_names) < MAX_LOGGED_KINDS:
@@ -89,10 +89,10 @@ class ProxyMetrics:
     def count_refusal(self, route: str, client: str, refusal: ProxyRequestError) -> None:
         self._refusals.labels(route, refusal.status).inc()
         parameter = _INDEX_PATTERN.sub("[]", (refusal.param or "")[:MAX_NAME_CHARS])
-        place = f" for {parameter!r}" if parameter else ""
+        suffix = f" for {parameter!r}" if parameter else ""
         text = "%s: client %r gets status %d%s: %.300r; it is counted from now on"
-        told = (route, client, refusal.status, place)
-        self._log_once(told, text, *told, refusal.message)
+        kind = (route, client, refusal.status, suffix)
+        self._log_once(kind, text, *kind, refusal.message)
 
     def _log_once(self, kind: tuple[object, ...], text: str, *values: object) -> None:
         if kind not in self._logged and len(self._logged) < MAX_LOGGED_KINDS:
@@ -101,8 +101,8 @@ class ProxyMetrics:
 
     def list_samples(self) -> Iterator[PrometheusSample]:
         for metric in self._registry.collect():
-            for one in metric.samples:
-                yield PrometheusSample(one.name, one.value, one.labels)
+            for sample in metric.samples:
+                yield PrometheusSample(sample.name, sample.value, sample.labels)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Proxy service: composition of the application, and its serve and drain loop."""
+"""Composition of the proxy's application, and the loop that serves it until a stop."""
 
 import asyncio
 import gc
@@ -35,11 +35,11 @@ STOP_POLL_S = 0.05
 LISTEN_BACKLOG = 2048
 IDLE_CHECK_S = 5.0
 GC_THRESHOLD = 50_000
-"""New objects after which the garbage collector looks. A reply alone makes hundreds."""
+"""New objects after which the garbage collector runs. One reply makes hundreds."""
 
 
 class ProxyService:
-    """The application with all that it needs. Make it inside the event loop."""
+    """Application of the proxy with its router, parsers and sealer. Make it in the event loop."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ProxyService:
             key = "proxy.message_normalizer"
             model = replace(model, normalize=load_user_function(limits.message_normalizer, key))
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        # A call takes two descriptors: of its client's connection, and of one to SGLang.
+        # A call takes two descriptors: of the connections to its client and to SGLang.
         most_calls = min(limits.max_concurrent_calls, get_connection_descriptor_limit() // 2)
         limits = limits.model_copy(update={"max_concurrent_calls": most_calls})
         self._limits = limits
@@ -98,7 +98,7 @@ class ProxyService:
 
     async def run(self, listener: socket.socket, stop: StopRequest, drain_timeout_s: int) -> None:
         """Serve until a stop signal; then finish open calls within `drain_timeout_s`."""
-        # uvicorn's advice to install a WebSocket library: the routes refuse WebSockets.
+        # Drop uvicorn's advice to install a WebSocket library: the routes refuse WebSockets.
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: "WebSocket library" not in str(record.msg)
         )
@@ -141,11 +141,11 @@ class ProxyService:
             for session in self._recorder.store.list_droppable_sessions(
                 self._limits.session_timeout_s
             ):
-                # An ended one that is exported or not kept, as of an evaluation, has done its work.
+                # An ended session that was exported, or is never exported, is dropped silently.
                 if not session.ended or (session.must_persist and not session.is_exported):
                     log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
-            if self._sealer is None:  # a sealer does it whenever tickets have been settled
+            if self._sealer is None:  # a sealer does this after it has settled tickets
                 await self._recorder.compact_grown_journal()
 
     async def close(self) -> None:
@@ -158,9 +158,9 @@ class ProxyService:
 
 
 def run_in_uvloop_thread(serve: Coroutine[Any, Any, None]) -> None:
-    """Run to the end in a thread of its own.
+    """Run a coroutine to its end with uvloop, in a thread of its own.
 
-    uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.
+    In the main thread uvloop would claim the wake-up descriptor, by which StopRequest gets signals.
     """
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)

@@ -1,4 +1,4 @@
-"""Standalone proxy in front of given SGLang servers, without a run."""
+"""Standalone proxy in front of SGLang servers given by address, without a run."""
 
 import logging
 import os
@@ -31,17 +31,17 @@ class StandaloneProxyConfig(BaseConfig):
     host: str
     port: int = Field(ge=0, le=65535)
     admin_key_file: Path
-    """Holds the key that opens sessions; made if it is missing."""
+    """File with the key that opens sessions; created if it is missing."""
     journal: Path | None
-    """Folder for what must outlive the proxy; sessions end with it when null."""
+    """Folder of the journal, from which a restarted proxy restores sessions; null: memory alone."""
     tool_call_parser: str | None
     reasoning_parser: str | None
     serve_python: str
-    """Interpreter of SGLang's environment; its parsers run there."""
+    """Interpreter of SGLang's environment, which runs its parsers."""
     context_length: int | None
     """Maximum prompt plus reply, in tokens; null: the model's limit."""
     drain_timeout_s: int
-    """Longest time for answering what is under way when a stop signal comes."""
+    """Longest time to finish open calls after a stop signal."""
     proxy: ProxyLimits
 
     @field_validator("upstreams")

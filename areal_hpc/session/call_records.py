@@ -1,8 +1,8 @@
-"""Records of model calls: those of a row, and what keeps a recorded call out of its session.
+"""Records of the model calls of a row, and checks of a call before it enters its session.
 
-A call that a client recorded by itself reaches the proxy as plain data. One whose lengths disagree
-makes a session that cannot become rows; an id outside the vocabulary, or a log-probability that is
-not finite, makes a row that stops every trainer that reads it.
+A call that a client recorded by itself reaches the proxy as plain data. A session with a call whose
+lengths disagree cannot become rows; an id outside the vocabulary, or a log-probability that is not
+finite, makes a row that stops every trainer that reads it.
 """
 
 import hashlib
@@ -49,14 +49,14 @@ def build_call_records(
     trained_reply_ids: Collection[str],
     followers: Mapping[str, Sequence[str]],
 ) -> tuple[list[CallRecord], dict[str, Any]]:
-    """The calls of a row, in the order of its tokens, and the tool schemas they name, by hash."""
+    """Return the records of a row's calls in the order of its tokens, and tool schemas by hash."""
     records, schemas = [], dict[str, Any]()
     for call in path:
         context = decode_rendering_context(call.context)
         if context.tools_hash:
             schemas[context.tools_hash] = context.tools
-        reward = None  # what a client's agent gave, and the client passed back elsewhere, is none
-        if call.reward is not None:
+        reward = None
+        if call.reward is not None:  # a client that passes rewards back may have removed it
             reward = msgspec.structs.replace(call.given_reward or Reward(0.0), value=call.reward)
         records.append(
             CallRecord(
@@ -85,13 +85,13 @@ def decode_sampling_params_json(params_json: bytes) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def decode_rendering_context(context: bytes) -> RenderingContext:
-    """What an interaction's messages were rendered with. Shared: not to be changed."""
+    """Decode an interaction's context. Callers share the result and must not change it."""
     if not context:
         return RenderingContext()
     match msgspec.json.decode(context):
         case [tools, dict() | None as variables]:
             pass
-        case _:  # a client in the agent may have recorded it
+        case _:  # a client in the agent may record any JSON
             return RenderingContext()
     if not tools:
         return RenderingContext(variables=variables or {})
@@ -101,7 +101,7 @@ def decode_rendering_context(context: bytes) -> RenderingContext:
 
 
 MAX_PACKED_VERSION = 2**63 - 1
-"""Packed weight versions are stored as 64-bit integers."""
+"""Limit of packed weight versions, which are stored as 64-bit integers."""
 MAX_INTERACTION_ID_CHARS = 256
 
 
@@ -128,7 +128,7 @@ class _TruncationSamplingParameters(msgspec.Struct):
 def find_interaction_defect(
     call: Interaction, tree: InteractionTree, vocab_size: int = MAX_VOCAB_SIZE
 ) -> str | None:
-    """The first property that keeps a model call out of its session, in words; None if it is sound.
+    """Return the first defect that keeps a model call out of its session; None for a sound call.
 
     The tree holds the session's earlier calls; ids below `vocab_size` have an embedding.
     """
@@ -144,16 +144,13 @@ def find_interaction_defect(
 
 
 def find_client_reported_field_defect(call: Interaction) -> str | None:
-    """What keeps a call that a client recorded out of a row's record, in words; None if nothing.
-
-    Calls that the proxy records itself need no such look.
-    """
+    """Return the first defect of fields that only a client's record can have; None if sound."""
     try:
-        told = decode_sampling_params_json(call.sampling)
+        sampling = decode_sampling_params_json(call.sampling)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"expected sampling parameters as a JSON object: {error}"
     try:
-        convert_value(told, _TruncationSamplingParameters)
+        convert_value(sampling, _TruncationSamplingParameters)
     except msgspec.ValidationError as error:
         return f"expected sampling parameters that are numbers: {error}"
     if not -1 <= call.replica < 2**31:
@@ -168,11 +165,11 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
 
 
 def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int) -> str | None:
-    new_bytes, said_bytes, logprob_bytes = map(len, (call.new_ids, call.output_ids, call.logprobs))
-    if new_bytes % 4 or said_bytes % 4 or logprob_bytes % 4:
-        sizes_bytes = (new_bytes, said_bytes, logprob_bytes)
+    new_bytes, reply_bytes, logprob_bytes = map(len, (call.new_ids, call.output_ids, call.logprobs))
+    if new_bytes % 4 or reply_bytes % 4 or logprob_bytes % 4:
+        sizes_bytes = (new_bytes, reply_bytes, logprob_bytes)
         return f"expected token arrays of 4 bytes a token, got {sizes_bytes} bytes"
-    if logprob_bytes != said_bytes:
+    if logprob_bytes != reply_bytes:
         return (
             f"expected a log-probability for each of {call.num_output_tokens} sampled tokens, "
             f"got {logprob_bytes // 4}"
@@ -184,11 +181,11 @@ def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int
     if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
         return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
     ids = call.new_ids + call.output_ids
-    # As unsigned numbers, those below 0 are the largest: one look for both.
+    # As unsigned numbers, negative ids are the largest: one comparison finds both.
     if ids and np.maximum.reduce(np.frombuffer(ids, "<u4")) >= vocab_size:
         ids_T = unpack_ids(ids)
-        odd = int(ids_T.min()) if int(ids_T.min()) < 0 else int(ids_T.max())
-        return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
+        outlier = int(ids_T.min()) if int(ids_T.min()) < 0 else int(ids_T.max())
+        return f"expected token ids from 0 to {vocab_size - 1}, got {outlier}"
     if call.kept_counts or call.kept_ids:
         if len(call.kept_counts) % 2 or len(call.kept_ids) % 4:
             return "expected a sampling mask of 2 bytes a place and 4 bytes a token"
@@ -196,7 +193,7 @@ def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int
         mask = SamplingMask(counts_T, unpack_ids(call.kept_ids))
         if defect := find_mask_defect(mask, unpack_ids(call.output_ids), vocab_size):
             return defect
-    # A sum has no finite value where one of them has none; as 64-bit numbers they cannot overflow.
+    # One number that is not finite makes the sum so; a sum of 64-bit numbers cannot overflow.
     if not math.isfinite(sum(memoryview(call.logprobs).cast("f"))):
         return "expected finite log-probabilities, got inf or nan"
     return None
@@ -206,8 +203,8 @@ def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | 
     covered = 0
     for span in spans:
         if span.start != covered or span.end < span.start:
-            found = f"one for {span.start} to {span.end}"
-            return f"expected a weight version from sampled token {covered} on, got {found}"
+            tokens = f"one for {span.start} to {span.end}"
+            return f"expected a weight version from sampled token {covered} on, got {tokens}"
         if not 0 <= span.version <= MAX_PACKED_VERSION:
             return f"expected a packed weight version from 0 to 2**63 - 1, got {span.version}"
         covered = span.end
@@ -252,7 +249,7 @@ def compute_reply_digest(
     kept_counts: bytes,
     kept_ids: bytes,
 ) -> bytes:
-    """What identifies a prompt with the tokens sampled after it, packed as in an `Interaction`.
+    """Return the digest of a prompt and the tokens sampled after it, packed as in `Interaction`.
 
     `prompt_ids_json_inside` is the inside of a JSON array of the prompt's ids.
     """
@@ -266,7 +263,7 @@ def compute_reply_digest(
 
 
 def compute_reply_digest_of_call(call: Interaction, tree: InteractionTree) -> bytes:
-    """The same of a sound model call, whose parent is in the tree."""
+    """Return the reply digest of a sound model call, whose parent is in the tree."""
     parent = None if call.parent_id is None else tree[call.parent_id]
     new_ids_json_inside = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
     prompt_json = tree.build_sequence_ids_json_inside(parent, new_ids_json_inside)

@@ -1,4 +1,4 @@
-"""Chat template rendering and tokenization without transformers."""
+"""Chat template rendering with Jinja and tokenization with `tokenizers`, without transformers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from areal_hpc.errors import ChatTemplateError, RecipeError
 from areal_hpc.session.fast_bpe import CachedAsciiBPEEncoder
 
-# The thread pool of the Rust encoder costs more than it saves on one text at a time.
+# For one text at a time the thread pool of the Rust encoder costs more than it saves.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer
 
 TOKENIZER_CHARS_IN_2_MS = 8192
+"""Characters that the tokenizer encodes in about 2 ms."""
 WORD_ENCODER_CHARS_IN_2_MS = 32768
-"""What is encoded in about 2 ms, by the tokenizer and word by word."""
 _THINKING_FIELD_PATTERN = re.compile(r"\bthinking\b")
 _KIMI_MARK = "<|tool_call_argument_begin|>"
-"""Stands behind the id of a call in templates of Kimi K2."""
+"""Mark that templates of Kimi K2 write after the id of a call."""
 Message = dict[str, Any]
-"""One chat message in normal form (see `message_matching.normalize_chat_message`)."""
+"""Chat message in normal form (see `message_matching.normalize_chat_message`)."""
 
 
 _PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -43,7 +43,7 @@ _TOOL_CONVERSATION: list[Message] = [
     {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
     {"role": "tool", "content": "the result of a tool", "tool_call_id": "call00001"},
 ]
-"""What shows the habits of a template."""
+"""Conversation with which the behavior of a template is tested."""
 
 
 class _GenerationTag(Extension):
@@ -55,9 +55,9 @@ class _GenerationTag(Extension):
 
 
 class _JinjaSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that is quick about `message.role`.
+    """Sandbox with a fast path for `message.role`.
 
-    Jinja asks every object for an attribute before it looks for a key, and a message has none.
+    Jinja looks for an attribute of an object before a key; a message has only keys.
     """
 
     _attributes_of_dicts = frozenset(dir(dict))
@@ -77,7 +77,7 @@ def _raise_exception(message: str) -> None:
 
 
 class ChatTemplate:
-    """A model's chat template, rendered in a sandbox.
+    """Chat template of a model, rendered in a sandbox.
 
     The environment is that of `transformers.utils.chat_template_utils`: `tojson`,
     `raise_exception`, `strftime_now`, loop controls, trimmed blocks, special tokens by name.
@@ -104,7 +104,7 @@ class ChatTemplate:
             self.variables = frozenset(
                 meta.find_undeclared_variables(environment.parse(template_source))
             )
-            """Names that the template reads from outside."""
+            """Names that the template reads from its environment or a request."""
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(
                 f"the chat template does not parse: {error}",
@@ -113,7 +113,7 @@ class ChatTemplate:
 
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> ChatTemplate:
-        """The template of a model in Hugging Face format; RecipeError if it has no good one."""
+        """Read the template of a model in Hugging Face format; RecipeError without a valid one."""
         config = read_json(model_dir / "tokenizer_config.json")
         template_file = model_dir / "chat_template.jinja"
         source = config.get("chat_template")
@@ -141,18 +141,19 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         opens_reply: bool = True,
     ) -> str:
-        """The text the model reads, which ends with the opening of the assistant's turn.
+        """Return the text that the model reads, which ends with the opening of the reply.
 
         Messages are in normal form; `variables` are a request's `chat_template_kwargs`. Without
-        `opens_reply` the text ends with the last message.
+        `opens_reply` the text ends with the last message. A template may accept call ids or
+        arguments in one form only: later forms are tried after an error.
         """
         if self._reads_thinking:
             messages = [
-                {**one, "thinking": thought} if (thought := one.get("reasoning_content")) else one
-                for one in messages
+                {**m, "thinking": thought} if (thought := m.get("reasoning_content")) else m
+                for m in messages
             ]
-        for one in messages:  # `any` takes twice as long
-            if "tool_calls" in one:
+        for message in messages:  # `any` takes twice as long
+            if "tool_calls" in message:
                 break
         else:
             return self._render(messages, tools, variables, opens_reply)
@@ -162,15 +163,15 @@ class ChatTemplate:
             )
         if self._takes_argument_texts:
             messages = _replace_arguments(
-                messages, lambda given: given if isinstance(given, str) else _to_json(given)
+                messages, lambda value: value if isinstance(value, str) else _to_json(value)
             )
-        refusals = list[ChatTemplateError]()
+        errors = list[ChatTemplateError]()
         for form in self._iterate_forms(messages):
             try:
                 return self._render(form, tools, variables, opens_reply)
             except ChatTemplateError as error:
-                refusals.append(error)
-        raise refusals[0]
+                errors.append(error)
+        raise errors[0]
 
     def _iterate_forms(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
         yield messages
@@ -181,9 +182,9 @@ class ChatTemplate:
 
     @cached_property
     def _takes_argument_texts(self) -> bool:
-        """True of a template that joins arguments to its text, as DeepSeek's.
+        """Whether the template needs arguments as text, as DeepSeek's does.
 
-        It raises if they are an object, or shows how Python writes one.
+        With an object such a template raises an error or prints Python's form of it.
         """
 
         def render_with(arguments: Any) -> str:
@@ -197,14 +198,14 @@ class ChatTemplate:
         return bool(texts) and (not objects or "{'probe': True}" in objects)
 
     def require_messages(self, *, with_tools: bool) -> None:
-        """Demand that the model reads what users say and, `with_tools`, what tools give back."""
-        said = _TOOL_CONVERSATION if with_tools else _TOOL_CONVERSATION[:1]
+        """Raise RecipeError if the template omits a user's text or, `with_tools`, tool results."""
+        messages = _TOOL_CONVERSATION if with_tools else _TOOL_CONVERSATION[:1]
         try:
-            text = self.render_prompt(said)
-            lost = [one["role"] for one in said if one["content"] not in text]
+            text = self.render_prompt(messages)
+            lost = [message["role"] for message in messages if message["content"] not in text]
             problem = f"leaves out what a {lost[0]} says" if lost else ""
         except ChatTemplateError as error:
-            problem = f"refuses a conversation with a {said[-1]['role']}: {error}"
+            problem = f"refuses a conversation with a {messages[-1]['role']}: {error}"
         if problem:
             hint = "give chat_template.jinja of a model of texts"
             if with_tools:
@@ -213,20 +214,20 @@ class ChatTemplate:
 
     @cached_property
     def changing_turn_end(self) -> tuple[str, str]:
-        """How a turn ends a conversation and how it ends within one, of gpt-oss' template.
+        """End of a reply that ends a conversation, and of one within it, by gpt-oss' template.
 
-        Empty of others, where the two are the same.
+        Two empty texts for other templates, whose ends are equal.
         """
         turn, mark = _TOOL_CONVERSATION[0], "the reply"
         reply: Message = {"role": "assistant", "content": mark}
         try:
-            asked = self.render_prompt([turn], opens_reply=False)
-            opening = self.render_prompt([turn]).removeprefix(asked)
+            prompt = self.render_prompt([turn], opens_reply=False)
+            opening = self.render_prompt([turn]).removeprefix(prompt)
             last = self.render_prompt([turn, reply], opens_reply=False).rpartition(mark)[2]
             within = self.render_prompt([turn, reply]).rpartition(mark)[2].removesuffix(opening)
         except ChatTemplateError:
             return "", ""
-        is_appended = len(opening) < len(asked + opening) == len(self.render_prompt([turn]))
+        is_appended = len(opening) < len(prompt + opening) == len(self.render_prompt([turn]))
         return (last, within) if is_appended and last != within else ("", "")
 
     def _render(
@@ -245,7 +246,7 @@ class ChatTemplate:
             "add_generation_prompt": opens_reply,
         }
         try:
-            # What `Template.render` does, without looking every name up in a chain of maps.
+            # As `Template.render` does, without its lookup of every name in a chain of maps.
             context = self._template.new_context(values, shared=True)
             return "".join(self._template.root_render_func(context))
         except Exception as error:  # boundary: the template is the model author's code
@@ -258,7 +259,7 @@ def _rename_calls(
     numbers, new_id_by_id, renamed = itertools.count(), dict[str, str](), list[Message]()
     for message in messages:
         if calls := message.get("tool_calls"):
-            calls = [{**one, "id": rename(one, next(numbers))} for one in calls]
+            calls = [{**call, "id": rename(call, next(numbers))} for call in calls]
             pairs = zip(message["tool_calls"], calls, strict=True)
             new_id_by_id |= {old["id"]: new["id"] for old, new in pairs if "id" in old}
             message = {**message, "tool_calls": calls}
@@ -280,10 +281,10 @@ def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any
         return {**call, "function": {**function, "arguments": replace(function.get("arguments"))}}
 
     return [
-        {**one, "tool_calls": list(map(rewrite, calls))}
-        if (calls := one.get("tool_calls"))
-        else one
-        for one in messages
+        {**message, "tool_calls": list(map(rewrite, calls))}
+        if (calls := message.get("tool_calls"))
+        else message
+        for message in messages
     ]
 
 
@@ -294,7 +295,7 @@ def _make_arguments_object(arguments: Any) -> dict[str, Any]:
 
 
 class TokenEncoder:
-    """Text <-> token ids of one model. Special tokens in a text are recognized, none are added."""
+    """Encoder and decoder of one model's token ids. It recognizes special tokens, but adds none."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
         tokenizer.no_truncation()
@@ -302,11 +303,11 @@ class TokenEncoder:
         self._tokenizer = tokenizer
         self._words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer)
         self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
-        """Rows of the model's embedding: every id sent to the engine must be below it."""
+        """Rows of the model's embedding: every id sent to the engine must be smaller."""
 
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> TokenEncoder:
-        """The tokenizer of a model in Hugging Face format; RecipeError if it has no good one."""
+        """Read the tokenizer of a model in Hugging Face format; RecipeError without a valid one."""
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise RecipeError(f"{model_dir} has no tokenizer.json", hint="save a fast tokenizer")
@@ -329,28 +330,28 @@ class TokenEncoder:
         return sorted(number for number, token in added.items() if token.special)
 
     def list_plain_text_token_ids(self) -> list[int]:
-        known = {*self._tokenizer.get_vocab(with_added_tokens=False).values()}
-        return sorted(known.difference(self.list_special_token_ids()))
+        ids = {*self._tokenizer.get_vocab(with_added_tokens=False).values()}
+        return sorted(ids.difference(self.list_special_token_ids()))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; the tokens a tokenizer adds around it only when asked for."""
+        """Return the token ids of `text`, without those that the tokenizer adds around it."""
         if self._words is not None and text.isascii() and not add_special_tokens:
             return self._words.encode(text)
-        # The batch call releases the GIL; the single call stalls every other thread.
+        # The batch call releases the GIL; the single call blocks every other thread.
         encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded[0].ids
 
     def is_slow_to_encode(self, text: str) -> bool:
-        by_words = self._words is not None and text.isascii()
-        return len(text) > (WORD_ENCODER_CHARS_IN_2_MS if by_words else TOKENIZER_CHARS_IN_2_MS)
+        uses_words = self._words is not None and text.isascii()
+        return len(text) > (WORD_ENCODER_CHARS_IN_2_MS if uses_words else TOKENIZER_CHARS_IN_2_MS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no file."""
+    """Read the object in a JSON file; an empty one without a file."""
     if not path.exists():
         return {}
-    loaded: dict[str, Any] = json.loads(path.read_text())
-    return loaded
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

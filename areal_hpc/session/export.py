@@ -1,4 +1,4 @@
-"""A session's tree -> training rows, in one of two styles.
+"""Export of a session's tree to training rows, in one of two styles.
 
 `concat`: one row per leaf, the token sequence from the root to that leaf. A reply that several
 leaves share is trained in the first of them and is context in the others, so that each sampled
@@ -7,16 +7,15 @@ per temperature, because a row is trained at one.
 
 `individual`: one row per interaction, in which only its own reply is trained.
 
-The style decides how replies are packed and nothing else: both train the same replies, and every
-row has the episode's reward, all that was given to its replies added up. What each reply earns, the
-trainer works out from the row's record, which says who follows whom (`session.credit`).
+The style decides only how replies are packed: both train the same replies, and every row has the
+episode's reward, the sum of its replies' rewards. The trainer computes what each reply earns from
+the row's record, which lists the followers of each (`session.credit`).
 
-A number that was given for the whole episode trains all its completed replies. Where rewards name
-replies, one that no reward reaches, neither its own nor one given earlier or later in its
-conversation, teaches nothing and is no row; it may be context in others, and its episode's record
-counts it. One that its client left is not trained.
-Auxiliary conversations are rows of a kind of their own, in no batch, and take no part in credit.
-A session that failed is kept whole, for people to read: a row per leaf, whatever was rewarded.
+A reward for the whole episode trains all its completed replies. If rewards name replies, a reply is
+trained if a reward of its own, or of an earlier or later reply in its conversation, reaches it.
+Others may be context in a row, and the episode's record counts them. A reply whose client left
+before its end is not trained. Auxiliary conversations are rows of a kind of their own, in no batch,
+and take no part in credit. A failed session is kept whole, for people to read: a row per leaf.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -58,7 +57,7 @@ EMPTY_ROW_RECORD = RowRecord()
 
 @dataclass(frozen=True, slots=True)
 class EpisodeKey:
-    """Which episode of which ticket the rows belong to, and why they are recorded."""
+    """Episode that rows belong to, and the kind of rows."""
 
     ticket_id: int
     attempt: int
@@ -69,9 +68,11 @@ class EpisodeKey:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
+    """Path of interactions that becomes a row, before its arrays are built."""
+
     path: list[Interaction]
     trained: frozenset[str]
-    """Interactions whose replies this row trains."""
+    """Ids of the interactions whose replies this row trains."""
     temperature: float
     reward: float
     followers: Followers = field(default_factory=dict)
@@ -95,7 +96,7 @@ def _plan_rows_without(
     total = compute_episode_reward(tree) or 0.0
     rows = []
     for path, trained, temperature in _iterate_paths_with_temperature(tree, kept, settings.style):
-        # What replies earned cannot be added up: people are shown the last one's.
+        # Credited rewards overlap and have no sum: people see the last one.
         last = earned[path[-1].interaction_id].total or 0.0
         reward = last if settings.is_credited else total
         rows.append(RowPlan(path, trained, temperature, reward, followers))
@@ -103,9 +104,9 @@ def _plan_rows_without(
 
 
 def find_replies_without_credit(tree: InteractionTree, drop_retry_orphans: bool) -> set[str]:
-    """Ids of the replies that are in no row: of retries, of clients that left, and auxiliary ones.
+    """Return the ids of retry orphans, auxiliary replies, and those that their clients left.
 
-    A reply whose client left would cut off those that it stands between.
+    In the chain of followers, a reply that its client left would cut off the replies before it.
     """
     return {
         *(find_retry_orphans(tree) if drop_retry_orphans else ()),
@@ -117,21 +118,21 @@ def find_replies_without_credit(tree: InteractionTree, drop_retry_orphans: bool)
 def _find_trained_replies(
     tree: InteractionTree, earned: Mapping[str, InteractionReward]
 ) -> set[str]:
-    """Completed interactions of `earned` that a reward reaches, or that go on from one of these.
+    """Return the completed interactions of `earned` that a reward reaches, or that extend these.
 
     The reward of an episode reaches all of them.
     """
     if has_episode_reward(tree):
-        return {name for name in earned if tree[name].completed}
+        return {reply for reply in earned if tree[reply].completed}
     kept, rewarded = set[str](), set[str]()
-    for one in tree:  # parents come first
-        name = one.interaction_id
-        if name not in earned:
+    for interaction in tree:  # parents come first
+        reply = interaction.interaction_id
+        if reply not in earned:
             continue
-        if one.reward is not None or one.parent_id in rewarded:
-            rewarded.add(name)
-        if one.completed and (name in rewarded or earned[name].total is not None):
-            kept.add(name)
+        if interaction.reward is not None or interaction.parent_id in rewarded:
+            rewarded.add(reply)
+        if interaction.completed and (reply in rewarded or earned[reply].total is not None):
+            kept.add(reply)
     return kept
 
 
@@ -139,66 +140,66 @@ def _iterate_paths_with_temperature(
     tree: InteractionTree, kept_reply_ids: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
     if style == "individual":
-        for one in tree:
-            if one.interaction_id in kept_reply_ids:
-                path = tree.get_path_to(one)
-                yield path, frozenset([one.interaction_id]), one.temperature
+        for call in tree:
+            if call.interaction_id in kept_reply_ids:
+                path = tree.get_path_to(call)
+                yield path, frozenset([call.interaction_id]), call.temperature
         return
     for path, fresh in find_leaf_paths(tree, kept_reply_ids):
         new = [
-            one
-            for one in path
-            if one.interaction_id in fresh and one.interaction_id in kept_reply_ids
+            call
+            for call in path
+            if call.interaction_id in fresh and call.interaction_id in kept_reply_ids
         ]
-        for temperature in dict.fromkeys(one.temperature for one in new):
-            trained = frozenset(one.interaction_id for one in new if one.temperature == temperature)
-            last = max(i for i, one in enumerate(path) if one.interaction_id in trained)
+        for temperature in dict.fromkeys(call.temperature for call in new):
+            trained = frozenset(c.interaction_id for c in new if c.temperature == temperature)
+            last = max(i for i, call in enumerate(path) if call.interaction_id in trained)
             yield path[: last + 1], trained, temperature
 
 
 def find_leaf_paths(
     tree: InteractionTree, kept_reply_ids: Collection[str]
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
-    """From the root to each kept reply that no other of them extends, with what is new in the path.
+    """Yield the path from the root to each kept reply that no other kept reply extends.
 
-    New are the interactions that no earlier path had.
+    With each comes the set of its interactions that no earlier path had.
     """
     extended = set[str]()
-    for name in kept_reply_ids:
-        before = tree[name].parent_id
-        while before is not None and before not in extended:
-            extended.add(before)
-            before = tree[before].parent_id
+    for reply in kept_reply_ids:
+        parent = tree[reply].parent_id
+        while parent is not None and parent not in extended:
+            extended.add(parent)
+            parent = tree[parent].parent_id
     covered: set[str] = set()
     for leaf in tree:
         if leaf.interaction_id in kept_reply_ids and leaf.interaction_id not in extended:
             path = tree.get_path_to(leaf)
-            names = dict.fromkeys(one.interaction_id for one in path)
-            yield path, frozenset(names.keys() - covered)
-            covered.update(names)
+            ids = dict.fromkeys(call.interaction_id for call in path)
+            yield path, frozenset(ids.keys() - covered)
+            covered.update(ids)
 
 
 def plan_rows_with_unrewarded(
     tree: InteractionTree, style: ExportStyle, rewards: Mapping[str, float | None]
 ) -> list[RowPlan]:
-    """Rows of all interactions in `rewards`, also of those that no reward reaches: these have 0.
+    """Plan rows of all interactions in `rewards`; one without a reward gets 0.
 
-    For those who train elsewhere and judge for themselves what a row is worth. In `concat` a
-    row has the reward of its leaf.
+    It is for users who train elsewhere and decide the value of a row themselves. In `concat` a row
+    has the reward of its leaf.
     """
     if style == "individual":
-        chosen = [(tree.get_path_to(tree[name]), frozenset([name])) for name in rewards]
+        paths = [(tree.get_path_to(tree[reply]), frozenset([reply])) for reply in rewards]
     else:
-        completed = [name for name in rewards if tree[name].completed]
-        chosen = list(find_leaf_paths(tree, completed))
+        completed = [reply for reply in rewards if tree[reply].completed]
+        paths = list(find_leaf_paths(tree, completed))
     return [
         RowPlan(path, trained, path[-1].temperature, rewards[path[-1].interaction_id] or 0.0)
-        for path, trained in chosen
+        for path, trained in paths
     ]
 
 
 def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
-    """A row under the names that AReaL's trainers use, with a batch dimension of one.
+    """Build a row's arrays with the names that AReaL's trainers use and a batch dimension of one.
 
     Returns:
         `input_ids`, `loss_mask`, `versions` int64 [1, T], `logprobs` float32 [1, T],
@@ -207,9 +208,9 @@ def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     """
     row = build_row(plan, EpisodeKey(0, 0, 0), 0)
     turn_ids_T = np.full(row.num_tokens, -1, np.int32)
-    trained = [one for one in plan.path if one.interaction_id in plan.trained]
-    for turn, one in enumerate(trained):
-        turn_ids_T[one.prompt_tokens : one.num_sequence_tokens] = turn
+    trained = [call for call in plan.path if call.interaction_id in plan.trained]
+    for turn, call in enumerate(trained):
+        turn_ids_T[call.prompt_tokens : call.num_sequence_tokens] = turn
     arrays: dict[str, npt.NDArray[Any]] = {
         "input_ids": row.input_ids_T.astype(np.int64),
         "loss_mask": row.loss_mask_T.astype(np.int64),
@@ -229,12 +230,12 @@ def build_training_rows(
     record: RowRecord = EMPTY_ROW_RECORD,
     settings: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
-    """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
+    """Build a session's rows, each with `record` and its calls; ValueError without a reward."""
     if len(tree) and compute_episode_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
     left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
     plans = _plan_rows_without(left_out, tree, settings)
-    completed = {one.interaction_id for one in tree if one.completed} - left_out
+    completed = {call.interaction_id for call in tree if call.completed} - left_out
     trained = frozenset[str]().union(*(plan.trained for plan in plans))
     record = msgspec.structs.replace(
         record,
@@ -247,15 +248,15 @@ def build_training_rows(
 def build_auxiliary_rows(
     tree: InteractionTree, key: EpisodeKey, record: RowRecord, first_row: int
 ) -> list[TrajectoryRow]:
-    """The rows of a session's auxiliary conversations, numbered from `first_row`."""
+    """Build the rows of a session's auxiliary conversations, numbered from `first_row`."""
     reasons = find_auxiliary_reply_reasons(tree)
-    completed = [name for name in reasons if tree[name].completed]
+    completed = [reply for reply in reasons if tree[reply].completed]
     rows = list[TrajectoryRow]()
     for path, fresh in find_leaf_paths(tree, completed):
         plan = RowPlan(path, fresh, path[-1].temperature, 0.0)
         reason = reasons[path[-1].interaction_id]
-        told = msgspec.structs.replace(record, auxiliary_reason=reason)
-        rows.append(build_row(plan, key, first_row + len(rows), told))
+        row_record = msgspec.structs.replace(record, auxiliary_reason=reason)
+        rows.append(build_row(plan, key, first_row + len(rows), row_record))
     return rows
 
 
@@ -265,10 +266,10 @@ def build_failed_session_rows(
     plans, covered = list[RowPlan](), set[str]()
     for leaf in tree.list_leaves():
         path = tree.get_path_to(leaf)
-        names = {one.interaction_id for one in path}
-        reward = sum_rewards(*(one.reward for one in path)) or 0.0
-        plans.append(RowPlan(path, frozenset(names - covered), leaf.temperature, reward))
-        covered |= names
+        ids = {call.interaction_id for call in path}
+        reward = sum_rewards(*(call.reward for call in path)) or 0.0
+        plans.append(RowPlan(path, frozenset(ids - covered), leaf.temperature, reward))
+        covered |= ids
     plans = plans or [RowPlan([], frozenset(), 1.0, 0.0)]
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
@@ -276,27 +277,27 @@ def build_failed_session_rows(
 def build_row(
     plan: RowPlan, key: EpisodeKey, index: int, record: RowRecord = EMPTY_ROW_RECORD
 ) -> TrajectoryRow:
-    """The arrays of a planned row, and `record` with the calls of its path."""
+    """Build the arrays of a planned row, and complete `record` with the calls of its path."""
     length = plan.path[-1].num_sequence_tokens if plan.path else 0
     input_ids_T = np.empty(length, np.int32)
     loss_mask_T = np.zeros(length, np.uint8)
     logprobs_T = np.zeros(length, np.float32)
     versions_T = np.full(length, -1, np.int64)
-    at = 0
-    for one in plan.path:
-        new_ids, output_ids = unpack_ids(one.new_ids), unpack_ids(one.output_ids)
-        start = at + len(new_ids)
+    offset = 0
+    for call in plan.path:
+        new_ids, output_ids = unpack_ids(call.new_ids), unpack_ids(call.output_ids)
+        start = offset + len(new_ids)
         end = start + len(output_ids)
-        input_ids_T[at:start] = new_ids
+        input_ids_T[offset:start] = new_ids
         input_ids_T[start:end] = output_ids
-        if one.interaction_id in plan.trained:
+        if call.interaction_id in plan.trained:
             loss_mask_T[start:end] = 1
-            logprobs_T[start:end] = np.frombuffer(one.logprobs, "<f4")
-            for span in one.spans:
+            logprobs_T[start:end] = np.frombuffer(call.logprobs, "<f4")
+            for span in call.spans:
                 versions_T[start + span.start : start + span.end] = span.version
-        at = end
-    if at != length:
-        raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
+        offset = end
+    if offset != length:
+        raise AssertionError(f"the interactions of a path hold {offset} tokens, its leaf {length}")
     mask = _build_sampling_mask(plan, length)
     calls, tool_schemas = build_call_records(plan.path, plan.trained, plan.followers)
     return TrajectoryRow(
@@ -313,7 +314,7 @@ def build_row(
         kind=key.kind,
         eval_step=key.eval_step,
         record=msgspec.structs.replace(record, calls=calls, reward=plan.reward),
-        meta={"messages": [m for one in plan.path for m in (*one.new_messages, one.reply)]},
+        meta={"messages": [m for call in plan.path for m in (*call.new_messages, call.reply)]},
         tool_schemas=tool_schemas,
         sampling_mask=mask,
         routes_TLK=_join_routes(plan, length),
@@ -321,18 +322,18 @@ def build_row(
 
 
 def _join_routes(plan: RowPlan, length: int) -> RouteArray | None:
-    """Each token's experts in the pass that sampled what follows it, or first read it."""
-    ends = [(one.num_sequence_tokens - 1, one.routes.unpack()) for one in plan.path if one.routes]
+    """Join the experts of each token in the pass that sampled its successor, or first read it."""
+    ends = [(c.num_sequence_tokens - 1, c.routes.unpack()) for c in plan.path if c.routes]
     return lay_out_routes([(end - len(part), part) for end, part in ends], length)
 
 
 def _build_sampling_mask(plan: RowPlan, length: int) -> SamplingMask | None:
-    trained = [one for one in plan.path if one.interaction_id in plan.trained and one.kept_counts]
+    trained = [c for c in plan.path if c.interaction_id in plan.trained and c.kept_counts]
     if not trained:
         return None
     counts_T = np.zeros(length, np.uint16)
-    for one in trained:
-        counts_T[one.prompt_tokens : one.num_sequence_tokens] = np.frombuffer(
-            one.kept_counts, "<u2"
+    for call in trained:
+        counts_T[call.prompt_tokens : call.num_sequence_tokens] = np.frombuffer(
+            call.kept_counts, "<u2"
         )
-    return SamplingMask(counts_T, np.concatenate([unpack_ids(one.kept_ids) for one in trained]))
+    return SamplingMask(counts_T, np.concatenate([unpack_ids(call.kept_ids) for call in trained]))

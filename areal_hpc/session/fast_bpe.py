@@ -1,12 +1,12 @@
-"""Word-level BPE cache for ASCII text.
+"""Fast byte-level BPE encoding of ASCII text, with a cache of words.
 
 A byte-level tokenizer splits a text into words by a regular expression and turns each word into
-ids by itself, so that a word seen before need not be merged again. `tokenizers` spends most of its
-time on alignments and on regular expressions over all of Unicode. Here the words are found by
-`re` and their ids looked up; a new word is given to the tokenizer's own model.
+ids by itself, so that the ids of a word can be cached. `tokenizers` spends most of its time on
+alignments and on regular expressions over all of Unicode. Here `re` finds the words, and a cache
+holds their ids; the tokenizer's own model encodes a new word.
 
-Only what can be told to be the same is done so: other tokenizers have no `CachedAsciiBPEEncoder`,
-and texts beyond ASCII, where `re` and the tokenizer know different letters, do not go through it.
+The results must equal the tokenizer's: tokenizers of other kinds have no `CachedAsciiBPEEncoder`,
+and it takes no texts beyond ASCII, where `re` and the tokenizer classify letters differently.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tokenizers import Tokenizer
 from areal_hpc.wire.decoding import decode_json
 
 MAX_PRELOADED_TOKENS = 1 << 15
-"""Looked at in advance; takes about 0.1 s."""
+"""Tokens encoded in advance, in about 0.1 s."""
 MAX_CACHED_WORDS = 1 << 16
-"""Remembered at once; about 20 MB."""
+"""Words in the cache, about 20 MB."""
 MAX_CACHED_WORD_CHARS = 64
-"""Longer ones are rarely seen again."""
+"""Length of a cached word; longer ones rarely occur again."""
 GPT2_SPLIT_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What the pre-tokenizer `ByteLevel` uses by itself."""
+"""Pattern that the pre-tokenizer `ByteLevel` uses by default."""
 ASCII_RANGES_BY_CLASS = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
 CLASSES_NOT_IN_ASCII = frozenset(
     {"Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "Nl", "No", "Han", "Hiragana"}
@@ -63,7 +63,7 @@ class _TokenizerJson(msgspec.Struct):
 
 
 class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
-    """Ids by word. Made by `from_tokenizer`."""
+    """Cache of ids by word, which encodes texts. Build it with `from_tokenizer`."""
 
     def __init__(
         self, tokenizer: Tokenizer, word_pattern: re.Pattern[str], added: dict[str, int]
@@ -77,17 +77,17 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> CachedAsciiBPEEncoder | None:
-        """An encoder that gives the ids that `tokenizer` gives; None for an unknown kind of it."""
+        """Build an encoder that returns the same ids as `tokenizer`; None for an unknown kind."""
         parts = decode_json(tokenizer.to_str(), _TokenizerJson)
         model, added, pattern = parts.model, parts.added_tokens, _build_split_pattern(parts)
-        odd = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
-        if pattern is None or model.type != "BPE" or any(odd):
+        unsupported = model.dropout, model.continuing_subword_prefix, model.end_of_word_suffix
+        if pattern is None or model.type != "BPE" or any(unsupported):
             return None
-        if any(one.lstrip or one.rstrip or one.single_word for one in added):
+        if any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None
-        if len({one.normalized for one in added}) > 1:
-            return None  # they are looked for in two passes
-        encoder = cls(tokenizer, pattern, {one.content: one.id for one in added})
+        if len({token.normalized for token in added}) > 1:
+            return None  # the tokenizer finds them in two passes
+        encoder = cls(tokenizer, pattern, {token.content: token.id for token in added})
         if not encoder._agrees_on_trial_texts_with(tokenizer):
             return None
         encoder._preload_vocabulary_words(tokenizer)
@@ -103,7 +103,7 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of an ASCII text; added tokens in it are recognized."""
+        """Return the token ids of an ASCII text, with the added tokens in it."""
         ids: list[int] = []
         for part in self._split_added(text):
             if part in self._added:
@@ -113,10 +113,7 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
         return ids
 
     def _preload_vocabulary_words(self, tokenizer: Tokenizer) -> None:
-        """Remember the words that have a token to themselves, the most frequent ones.
-
-        A word that is met for the first time costs as much as twenty that are known.
-        """
+        """Cache the most frequent words of one token: a new word costs as much as 20 cached."""
         by_rank = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=itemgetter(1))
         for token, _ in by_rank[:MAX_PRELOADED_TOKENS]:
             if not _BYTE_DECODER.keys() >= set(token):
@@ -131,7 +128,7 @@ class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
         pieces = [*TRIAL_ALPHABET, *self._added]
         trials += ["".join(rng.choices(pieces, k=40)) for _ in range(RANDOM_TRIALS_COUNT)]
         encoded = tokenizer.encode_batch_fast(trials, add_special_tokens=False)
-        return all(self.encode(text) == one.ids for text, one in zip(trials, encoded, strict=True))
+        return all(self.encode(text) == e.ids for text, e in zip(trials, encoded, strict=True))
 
 
 def _build_split_pattern(tokenizer_json: _TokenizerJson) -> re.Pattern[str] | None:

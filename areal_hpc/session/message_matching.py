@@ -1,8 +1,8 @@
-"""Messages in normal form, their comparison, and calls and results in the order of their ids.
+"""Normal form of messages, their comparison, and the order of tool calls and their results.
 
-Clients hand a reply back with other seams: calls of two replies in one message, one reply's calls
-in two, results as their tools end, a sentence where we said nothing. A template that prints no ids
-would show results under the wrong calls, and the conversation would be none that we know.
+Clients return a recorded reply in other forms: calls of two replies in one message, one reply's
+calls in two, results in the order in which tools end, a text where the reply had none. A template
+without ids would show results under the wrong calls, and no recorded conversation would match.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ import msgspec
 from areal_hpc.session.chat_template import Message
 
 MessageRewriter = Callable[[Message], Message]
-"""Maps a message in normal form to what is compared in its place, and rendered."""
+"""Function from a message in normal form to the one to compare and render in its place."""
 
 _WIDE_NUMBER_PATTERN = re.compile(r"\d{19}")
-"""Text that may hold an integer of more than 64 bits."""
+"""Pattern of an integer that may have more than 64 bits."""
 
 
 def normalize_chat_message(message: Mapping[str, Any]) -> Message:
-    """The normal form of a Chat Completions message.
+    """Return the normal form of a Chat Completions message.
 
-    None fields are absent; content is a text (text parts are joined by line breaks, none is the
-    empty text); the arguments of tool calls are JSON values, so that spacing does not matter.
-    A field the template does not read, such as `refusal`, makes no difference. A developer is
-    OpenAI's newer name for the system, which most templates do not know.
+    Fields that are None are absent; content is a text (text parts are joined by line breaks, none
+    is the empty text); arguments of tool calls are JSON values, so that spacing does not matter.
+    Fields that no template reads, such as `refusal`, are absent. The role `developer`, OpenAI's
+    newer name for `system`, becomes `system`, because most templates lack it.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):
@@ -52,7 +52,7 @@ def build_normal_message(
     reasoning_content: str | None = None,
     tool_calls: Iterable[Mapping[str, Any]] | None = None,
 ) -> Message:
-    """The normal form of a message of which the parts have been read."""
+    """Return the normal form of a message with these parts."""
     normal: Message = {"role": "system" if role == "developer" else role, "content": content}
     if sender_name is not None:
         normal["name"] = sender_name
@@ -66,7 +66,7 @@ def build_normal_message(
 
 
 def write_json_text(value: Any) -> str:
-    """A value as JSON; a text stays what it is, as the arguments of a call that no client read."""
+    """Write a value as JSON; a text is returned unchanged, such as arguments that are not JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -74,7 +74,7 @@ def _normalize_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments")
     arguments = "" if arguments is None else write_json_text(arguments)
-    # A malformed call stays the text it is, and so does one that no journal could hold.
+    # Malformed arguments stay a text, as do those with a number too wide for the journal.
     with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
         value = msgspec.json.decode(arguments)
         if _WIDE_NUMBER_PATTERN.search(arguments):
@@ -87,17 +87,16 @@ def _normalize_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 COMPARED_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
-"""What two messages are compared by, in the order in which a difference is named."""
+"""Fields by which two messages are compared, in this order."""
 
 
 def find_differing_field(recorded: Message, received: Message) -> str | None:
-    """The first of `COMPARED_FIELDS` in which a message that came back is not the one we know.
+    """Return the first of `COMPARED_FIELDS` in which a received message differs from the recorded.
 
-    Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
-    anew and no call is told from another by its id alone; nor does reasoning that is missing,
-    because most SDKs drop it, or that stands in the text, nor white space around text beside tool
-    calls, nor the name that a framework gives its agent, nor arguments that a client adds to a call
-    of ours: Claude Code writes out those that have defaults.
+    Both are in normal form. These make no difference: ids of tool calls, because SDKs number calls
+    anew; missing reasoning, because most SDKs drop it, or reasoning within the text; white space
+    around text beside tool calls; the name that a framework gives its agent; arguments that a
+    client adds to a recorded call (Claude Code writes out those that have defaults).
     """
     is_reply = recorded.get("role") == "assistant"
     for name in COMPARED_FIELDS:
@@ -124,14 +123,14 @@ def _have_calls_with_added_arguments(recorded: Message, received: Message) -> bo
 
 
 def _is_call_with_added_arguments(recorded: Mapping[str, Any], received: Mapping[str, Any]) -> bool:
-    given, more = recorded["function"]["arguments"], received["function"]["arguments"]
+    before, after = recorded["function"]["arguments"], received["function"]["arguments"]
     return (
         recorded.get("id") is not None
         and (recorded["id"], recorded["function"]["name"])
         == (received.get("id"), received["function"]["name"])
-        and isinstance(given, dict)
-        and isinstance(more, dict)
-        and given == {key: more[key] for key in given if key in more}
+        and isinstance(before, dict)
+        and isinstance(after, dict)
+        and before == {key: after[key] for key in before if key in after}
     )
 
 
@@ -145,15 +144,15 @@ def _get_comparable_value(message: Message, field: str) -> Any:
 
 
 VOLATILE_LINE_PREFIXES = ("x-anthropic-billing-header:",)
-"""How lines begin that a client writes anew into each request, and no model is meant to read."""
+"""Prefixes of lines that a client writes anew into each request, and not for the model."""
 
 
 def strip_volatile_lines(text: str) -> str:
-    """A system prompt without what changes from request to request, so that it can be continued.
+    """Remove the lines of a system prompt that change from request to request.
 
-    Claude Code puts a line with a hash of the whole request in front of it.
+    Claude Code begins it with a hash of the whole request; no later request would continue it.
     """
-    if not any(mark in text for mark in VOLATILE_LINE_PREFIXES):
+    if not any(prefix in text for prefix in VOLATILE_LINE_PREFIXES):
         return text
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if not line.lstrip().startswith(VOLATILE_LINE_PREFIXES))
@@ -162,9 +161,9 @@ def strip_volatile_lines(text: str) -> str:
 UNKNOWN_CALL = "tool_call_id (of no call)"
 MISSING_ID = "tool_call_id (missing)"
 UNANSWERED_CALL = "tool_calls (without a result)"
-"""What is counted of a history that cannot be put in order."""
+"""Names of defects that are counted in a history whose calls and results do not pair."""
 FILLER_TEXTS = ("[System: Empty message content sanitised to satisfy protocol]",)
-"""What clients write where we said nothing: LiteLLM's."""
+"""Texts that clients put in place of an empty content: LiteLLM's."""
 _TEXT_FIELDS = ("content", "reasoning_content")
 
 
@@ -173,7 +172,7 @@ class _ToolTurn:
     message: Message
     reply: Message | None
     calls: dict[Any, tuple[dict[str, Any], list[Message]]] = field(default_factory=dict)
-    """Each with its result, if there is one; ours by their ids."""
+    """Calls, each with its results; by id if the reply is recorded, else by index."""
     others: list[Message] = field(default_factory=list)
     """Results that belong to no call."""
 
@@ -184,18 +183,18 @@ class _ToolTurn:
             calls = {name: calls[name] for name in ids if name in calls}
             if len(calls) == len(ids):
                 is_merged = len(message["tool_calls"]) > len(ids)
-                message |= _find_our_texts(message, self.reply, is_merged)
+                message |= _find_recorded_texts(message, self.reply, is_merged)
         yield {**message, "tool_calls": [call for call, _ in calls.values()]}
-        for _, result in calls.values():
-            yield from result
+        for _, results in calls.values():
+            yield from results
         yield from self.others
 
 
-def _find_our_texts(message: Message, reply: Message, is_merged: bool) -> dict[str, Any]:
-    ours = {name: reply.get(name) or "" for name in _TEXT_FIELDS if message.get(name)}
+def _find_recorded_texts(message: Message, reply: Message, is_merged: bool) -> dict[str, Any]:
+    recorded = {name: reply.get(name) or "" for name in _TEXT_FIELDS if message.get(name)}
     return {
         name: text
-        for name, text in ours.items()
+        for name, text in recorded.items()
         if message[name] in FILLER_TEXTS or (is_merged and text.strip() in message[name])
     }
 
@@ -204,25 +203,25 @@ class _ToolRun:
     def __init__(self, reply_by_call_id: Mapping[str, Message]) -> None:
         self._reply_by_call_id = reply_by_call_id
         self._turns: dict[int, _ToolTurn] = {}
-        """By the identity of the reply, or of a message that no known reply is."""
+        """Turns by the identity of the recorded reply, or of the message without one."""
         self._unanswered: dict[str | None, list[list[Message]]] = {}
-        """Places for the results of calls, by id."""
+        """Empty lists for the results of calls, by call id."""
 
     def add_calls(self, message: Message) -> None:
-        replies = [self._reply_by_call_id.get(one.get("id")) for one in message["tool_calls"]]
-        is_known = None not in replies
+        replies = [self._reply_by_call_id.get(call.get("id")) for call in message["tool_calls"]]
+        is_recorded = None not in replies
         for i, (call, reply) in enumerate(zip(message["tool_calls"], replies, strict=True)):
-            maker, name = (reply, call["id"]) if is_known else (None, i)
-            turn = self._turns.setdefault(id(maker or message), _ToolTurn(message, maker))
-            if name not in turn.calls:  # a client may repeat one
-                turn.calls[name] = (call, [])
-                self._unanswered.setdefault(call.get("id"), []).append(turn.calls[name][1])
+            source, key = (reply, call["id"]) if is_recorded else (None, i)
+            turn = self._turns.setdefault(id(source or message), _ToolTurn(message, source))
+            if key not in turn.calls:  # a client may repeat a call
+                turn.calls[key] = (call, [])
+                self._unanswered.setdefault(call.get("id"), []).append(turn.calls[key][1])
 
     def add_result(self, message: Message) -> None:
         call_id = message.get("tool_call_id")
-        places = self._unanswered.get(call_id) if call_id is not None else None
+        results = self._unanswered.get(call_id) if call_id is not None else None
         last_turn = next(reversed(self._turns.values()))
-        (places.pop() if places else last_turn.others).append(message)
+        (results.pop() if results else last_turn.others).append(message)
 
     def list_messages(self) -> Iterator[Message]:
         for turn in self._turns.values():
@@ -232,10 +231,10 @@ class _ToolRun:
 def align_tool_turns(
     messages: list[Message], reply_by_call_id: Mapping[str, Message]
 ) -> list[Message]:
-    """The messages; where there are calls, each reply's in one message, then results in order.
+    """Return the messages with the calls of each reply in one message, and their results in order.
 
-    `reply_by_call_id` has the replies that are known. A message of the assistant that made no known
-    call stays as it is, but for the order of its results.
+    `reply_by_call_id` has the recorded replies. An assistant's message without a recorded call
+    stays as it is, but for the order of its results.
     """
     if not _have_tool_calls(messages):
         return messages
@@ -256,18 +255,18 @@ def align_tool_turns(
 
 
 def _have_tool_calls(messages: Sequence[Message]) -> bool:
-    """True if there are calls or results of tools in messages."""
-    for one in messages:  # noqa: SIM110  `any` takes twice as long
-        if one["role"] == "tool" or "tool_calls" in one:
+    """Return whether messages contain calls or results of tools."""
+    for message in messages:  # noqa: SIM110  `any` takes twice as long
+        if message["role"] == "tool" or "tool_calls" in message:
             return True
     return False
 
 
 def list_unpaired(messages: Sequence[Message]) -> list[str]:
-    """What of a history has no partner: results without a call, calls without a result."""
+    """Return the names of defects in a history: results without a call, calls without a result."""
     if not _have_tool_calls(messages):
         return []
-    unanswered, found = Counter[str | None](), set[str]()
+    unanswered, defects = Counter[str | None](), set[str]()
     for message in messages:
         for call in message.get("tool_calls") or ():
             unanswered[call.get("id")] += 1
@@ -276,6 +275,6 @@ def list_unpaired(messages: Sequence[Message]) -> list[str]:
             if unanswered[call_id] > 0:
                 unanswered[call_id] -= 1
             else:
-                found.add(UNKNOWN_CALL if call_id else MISSING_ID)
-    is_unanswered = any(count for name, count in unanswered.items() if name is not None)
-    return sorted(found | ({UNANSWERED_CALL} if is_unanswered else set()))
+                defects.add(UNKNOWN_CALL if call_id else MISSING_ID)
+    is_unanswered = any(count for call_id, count in unanswered.items() if call_id is not None)
+    return sorted(defects | ({UNANSWERED_CALL} if is_unanswered else set()))

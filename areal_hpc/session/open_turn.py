@@ -1,15 +1,15 @@
-"""What a request continues, and what of its prompt is new.
+"""Search for the interaction that a request continues, and for the new part of its prompt.
 
 A conversation continues the interaction whose messages and reply it begins with. Only the text that
-the chat template writes after that reply is tokenized. The whole conversation is rendered with a
-mark in the place of the reply's text: what comes after that is right for every template that prints
-the mark once, whatever it remembers of the history. A template may write a tool's result only after
-the call that it answers, or end a turn otherwise after a call. So a reply that called keeps its
-calls, with the mark before the arguments of the last, and what the model said after that is taken
-off.
+the chat template writes after that reply is tokenized. To find it, the whole conversation is
+rendered with a mark in place of the reply's text: the text after the mark is right for every
+template that prints the mark once, even if it depends on the history. A template may write a tool's
+result only after its call, or end a turn otherwise after a call. So a reply with tool calls keeps
+its calls, with the mark before the arguments of the last one, and the text that the model sampled
+after that is removed.
 
-A prompt of text or token ids is read by the model as it is. It continues an interaction if it
-begins with all of that one's tokens, or with the text of all of them.
+A prompt of text or token ids reaches the model unchanged. It continues an interaction if it begins
+with all tokens of that interaction's sequence, or with their text.
 """
 
 import secrets
@@ -27,16 +27,17 @@ from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.trajectory import PromptReuse
 
 PREFILL_PLACEHOLDER = "\u241fthe reply begins here\u241f"
-"""Stands for the beginning of a reply while what comes before it is rendered."""
+"""Text in place of a reply's beginning while the text before it is rendered."""
 MAX_TURN_END_TOKENS = 16
+"""Most tokens at the end of a reply that may end its turn."""
 MAX_CALL_END_TOKENS = 64
-"""So many last tokens of a reply may be what its turn, or a call in it, ends with."""
+"""Most tokens at the end of a reply that may end a tool call."""
 MIN_LOCATED_MESSAGE_CHARS = 32
-"""Length from which a message is looked for in the rendered text."""
+"""Length of the shortest message that is searched for in the rendered text."""
 
 
 class OpenTurn(msgspec.Struct, frozen=True):
-    """Addition of a request to the tree, before it is tokenized and answered."""
+    """Turn that a request adds to the tree, before it is tokenized and answered."""
 
     parent: Interaction | None
     reuse: PromptReuse
@@ -44,21 +45,21 @@ class OpenTurn(msgspec.Struct, frozen=True):
     new_messages: list[Message]
     new_text: str
     differing_field: str | None = None
-    """In what the client's history departs from ours; None when it does not."""
+    """Field in which the client's history departs from the recorded one; None if it does not."""
 
     @property
     def text_after_messages(self) -> str:
-        """What the template says behind the last message, which may open the reply's reasoning.
+        """Text of the template after the last message, which may open the reply's reasoning.
 
-        Marks of reasoning within a message, such as a file that an agent has read, are not the
-        template's. All of the text where a reply was begun, or the template rewrote the message.
+        Marks of reasoning within a message, such as a file that an agent has read, are left out. If
+        the client began the reply, or the template rewrote the message, it is the whole text.
         """
         last = self.new_messages[-1] if self.new_messages else {}
         content = last.get("content")
         if last.get("role") == "assistant" or not isinstance(content, str):
             return self.new_text
         content = content.strip()
-        # A shorter one may stand in what the template says, too.
+        # The template's own text may contain a shorter one.
         return (
             self.new_text.rpartition(content)[2]
             if len(content) >= MIN_LOCATED_MESSAGE_CHARS
@@ -66,17 +67,17 @@ class OpenTurn(msgspec.Struct, frozen=True):
         )
 
     def drop_repeated_turn_end(self, encoded: list[int]) -> list[int]:
-        """Prompt ids after the parent's sequence, from the encoding of `new_text`.
+        """Return the prompt ids after the parent's sequence, from the encoding of `new_text`.
 
-        The text after a reply begins with what ends a turn. A model that closed its turn has
-        already said it.
+        The text after a reply begins with the end of its turn, which the model has already sampled
+        if it closed the turn itself.
         """
         parent = self.parent
         if parent is None or not parent.closed:
             return encoded
-        said = memoryview(parent.output_ids[-4 * MAX_TURN_END_TOKENS :]).cast("i").tolist()
-        for count in range(min(len(said), len(encoded)), 0, -1):
-            if said[-count] == encoded[0] and said[-count:] == encoded[:count]:
+        ends = memoryview(parent.output_ids[-4 * MAX_TURN_END_TOKENS :]).cast("i").tolist()
+        for count in range(min(len(ends), len(encoded)), 0, -1):
+            if ends[-count] == encoded[0] and ends[-count:] == encoded[:count]:
                 return encoded[count:]
         return encoded
 
@@ -91,17 +92,17 @@ def build_open_turn(
     variables: Mapping[str, Any] | None = None,
     prefill: str | None = None,
 ) -> OpenTurn:
-    """Find what a conversation in normal form continues, and render what is new.
+    """Find the interaction that a conversation in normal form continues, and render the new text.
 
-    The text ends with `prefill` where the reply is to go on from that.
+    The text ends with `prefill` if the reply shall continue that.
     """
 
     def render(conversation: Sequence[Message]) -> str:
         if prefill is None:
             return template.render_prompt(conversation, tools=tools, variables=variables)
-        # What the template prints before a reply's text, as an empty reasoning, stands before.
-        begun: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
-        text = template.render_prompt([*conversation, begun], tools=tools, variables=variables)
+        # The template may print text, such as an empty reasoning, before that of a reply.
+        reply: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
+        text = template.render_prompt([*conversation, reply], tools=tools, variables=variables)
         before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
         if not placeholder or PREFILL_PLACEHOLDER in rest:
             problem = "it does not tell where a reply's text begins, to go on from there"
@@ -110,36 +111,36 @@ def build_open_turn(
 
     messages = align_tool_turns(messages, tree.reply_by_call_id)
     context = msgspec.json.encode([tools, variables]) if tools or variables else b""
-    parent, replies, forked = tree.find_longest_match(context, messages)
+    parent, replies, differing = tree.find_longest_match(context, messages)
     if parent is not None:
-        said = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
+        last_ids = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
 
-        def decode_said(skipped_tokens: int) -> str:
-            ids = unpack_ids(said).tolist()
+        def decode_reply_end(skipped_tokens: int) -> str:
+            ids = unpack_ids(last_ids).tolist()
             return encoder.decode(ids[: len(ids) - skipped_tokens])
 
         suffix = _render_text_after_reply(
-            render, template, messages, replies, lambda: decode_said(int(parent.closed))
+            render, template, messages, replies, lambda: decode_reply_end(int(parent.closed))
         )
         if suffix is not None:
             last, within = template.changing_turn_end
-            if parent.closed and last and decode_said(0).endswith(last):
-                suffix = suffix.removeprefix(within)  # what it said stands for that
+            if parent.closed and last and decode_reply_end(0).endswith(last):
+                suffix = suffix.removeprefix(within)  # the sampled end takes its place
             new = list(messages[replies[-1] + 1 :])
-            return OpenTurn(parent, "reused", context, new, suffix, forked)
+            return OpenTurn(parent, "reused", context, new, suffix, differing)
     text = render(messages)
     reuse: PromptReuse = "none" if parent is None else "retokenized"
-    return OpenTurn(None, reuse, context, list(messages), text, forked)
+    return OpenTurn(None, reuse, context, list(messages), text, differing)
 
 
 REPLY_MARK = f"reply-{secrets.token_hex(8)}"
-"""No text that a client has read somewhere. ASCII, because one character beyond it would double the
-bytes of a conversation that has no other."""
+"""Text that no client can have read before. It is ASCII, because one character beyond ASCII would
+double the bytes of a conversation without others."""
 MARKED_ARGUMENT = "!"
-"""Comes before the others, also in a template that sorts them."""
+"""Name that comes before all others, also in a template that sorts arguments."""
 MIN_COMMON_CHARS = 2
 MAX_END_CHARS = 512
-"""What a template writes after a call is shorter; arguments may be as long as a file."""
+"""Limit of the text that a template writes after a call; arguments may be as long as a file."""
 Render = Callable[[Sequence[Message]], str]
 
 
@@ -148,13 +149,13 @@ def _render_text_after_reply(
     template: ChatTemplate,
     messages: Sequence[Message],
     reply_indices: Sequence[int],
-    get_said: Callable[[], str],
+    get_reply_end: Callable[[], str],
 ) -> str | None:
-    """The text after the last of the replies in `messages` that we know.
+    """Return the text after the last recorded reply in `messages`; None if no rendering shows it.
 
-    None if the template does not tell that. The other replies matter only for where they stand: a
-    template that refuses what one of them holds is given it without. `get_said` gives how the last
-    one ends, its stop token left out.
+    Only the position of the other replies matters: they are rendered without reasoning, and with
+    one call each if the template refuses them all. `get_reply_end` returns the end of the last
+    reply's text, without its stop token.
     """
     last = reply_indices[-1]
     for keeps_all_calls in (True, False):
@@ -166,12 +167,12 @@ def _render_text_after_reply(
             conversation[last] = reply
             try:
                 rendered = render(conversation)
-                call_end = _find_said_call_end(template, reply, get_said)
+                call_end = _find_call_end(template, reply, get_reply_end)
             except ChatTemplateError:
                 continue
-            at = rendered.find(REPLY_MARK)
-            text = rendered[at + len(REPLY_MARK) :]  # a history before it is not copied
-            if at >= 0 and REPLY_MARK not in text and text.startswith(call_end):
+            index = rendered.find(REPLY_MARK)
+            text = rendered[index + len(REPLY_MARK) :]  # `partition` would copy the history
+            if index >= 0 and REPLY_MARK not in text and text.startswith(call_end):
                 return text[len(call_end) :]
     return None
 
@@ -186,24 +187,24 @@ def _build_bare_reply(message: Message, keeps_all_calls: bool) -> Message:
 
 def _list_marked_replies(reply: Message) -> Iterable[Message]:
     if calls := reply.get("tool_calls"):
-        given = calls[-1]["function"]["arguments"]
-        arguments = {MARKED_ARGUMENT: REPLY_MARK, **(given if isinstance(given, dict) else {})}
+        last = calls[-1]["function"]["arguments"]
+        arguments = {MARKED_ARGUMENT: REPLY_MARK, **(last if isinstance(last, dict) else {})}
         function = {**calls[-1]["function"], "arguments": arguments}
         marked: list[Any] = [*calls[:-1], {**calls[-1], "function": function}]
         yield {"role": "assistant", "content": "", "tool_calls": marked}
     yield {"role": "assistant", "content": REPLY_MARK}
 
 
-def _find_said_call_end(template: ChatTemplate, reply: Message, get_said: Callable[[], str]) -> str:
-    """What the template writes from the mark to the end of what the model said.
+def _find_call_end(template: ChatTemplate, reply: Message, get_reply_end: Callable[[], str]) -> str:
+    """Return the text that the template writes from the mark to the end of the sampled reply.
 
-    It is nothing after a text. After a call it is as much of what the template writes there, if the
-    conversation ends with it, as ends most like `get_said`; if nothing does, all but the turn's
-    end.
+    Without a call it is empty. Else the conversation is rendered up to the reply: the result is the
+    part after the mark that has the longest end in common with the sampled text; without a common
+    end, all but the end of the turn.
     """
     if "tool_calls" not in reply:
         return ""
-    said = get_said()
+    sampled = get_reply_end()
 
     def render_end(reply: Message) -> str:
         text = template.render_prompt([{"role": "user", "content": "x"}, reply], opens_reply=False)
@@ -211,28 +212,28 @@ def _find_said_call_end(template: ChatTemplate, reply: Message, get_said: Callab
 
     written = render_end(reply)
     ends = range(len(written), max(len(written) - MAX_END_CHARS, 0), -1)
-    common = {end: _count_common_last_chars(written, end, said) for end in ends}
+    common = {end: _count_common_last_chars(written, end, sampled) for end in ends}
     best = max(ends, key=lambda end: common[end], default=0)
     if best and common[best] >= MIN_COMMON_CHARS:
         return written[:best]
     return written.removesuffix(render_end({"role": "assistant", "content": REPLY_MARK}))
 
 
-def _count_common_last_chars(written: str, end: int, said: str) -> int:
+def _count_common_last_chars(written: str, end: int, sampled: str) -> int:
     count = 0
-    while count < min(end, len(said)) and written[end - count - 1] == said[-count - 1]:
+    while count < min(end, len(sampled)) and written[end - count - 1] == sampled[-count - 1]:
         count += 1
     return count
 
 
 RAW_PROMPT_CONTEXT = b'"prompt"'
-"""Stands where conversations have the tools and variables they were rendered with."""
+"""Context of such prompts; that of a conversation is the tools and variables of its rendering."""
 PROMPT_ROLE = "prompt"
 TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> OpenTurn:
-    """Find what a text continues; without a parent it gets the leading tokens, such as Llama's."""
+    """Find the interaction that a text continues; the text may lack its leading special tokens."""
     lead = encoder.encode("", add_special_tokens=True)
 
     def decode(interaction: Interaction) -> list[str]:
@@ -242,17 +243,17 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
             texts.append(encoder.decode(ids[len(lead) :]))
         return texts
 
-    parent, known = _find_longest_prefix(tree, prompt, lambda one: tree.get_own_texts(one, decode))
-    return _build_raw_turn(parent, prompt[known:])
+    parent, end = _find_longest_prefix(tree, prompt, lambda call: tree.get_own_texts(call, decode))
+    return _build_raw_turn(parent, prompt[end:])
 
 
 def match_ids_prompt(
     tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
 ) -> tuple[OpenTurn, list[int]]:
-    """Find what token ids continue, and cut off the parent's."""
+    """Find the interaction that token ids continue; return the turn and the ids after it."""
     packed = np.asarray(prompt, "<i4").tobytes()
-    parent, known = _find_longest_prefix(tree, packed, lambda one: [one.new_ids + one.output_ids])
-    new_ids = list(prompt[known // 4 :])
+    parent, end = _find_longest_prefix(tree, packed, lambda call: [call.new_ids + call.output_ids])
+    new_ids = list(prompt[end // 4 :])
     return _build_raw_turn(parent, encoder.decode(new_ids)), new_ids
 
 
@@ -269,19 +270,19 @@ def _find_longest_prefix(
     list_forms: Callable[[Interaction], Sequence[TextOrBytes]],
 ) -> tuple[Interaction | None, int]:
     children: dict[str | None, list[Interaction]] = defaultdict(list)
-    for one in tree:
-        children[one.parent_id].append(one)
-    found: Interaction | None = None
+    for interaction in tree:
+        children[interaction.parent_id].append(interaction)
+    parent: Interaction | None = None
     longest = 0
     reached: list[tuple[str | None, int]] = [(None, 0)]
     while reached:
-        interaction_id, known = reached.pop()
+        interaction_id, start = reached.pop()
         for child in children[interaction_id]:
             for form in list_forms(child):
-                if form and prompt.startswith(form, known):
-                    end = known + len(form)
+                if form and prompt.startswith(form, start):
+                    end = start + len(form)
                     reached.append((child.interaction_id, end))
                     if end >= longest:
-                        found, longest = child, end
+                        parent, longest = child, end
                     break
-    return found, longest
+    return parent, longest

@@ -1,8 +1,8 @@
-"""The interaction tree of one session: which request continues which, token by token.
+"""Tree of a session's model calls, in which the children of a call continue its token sequence.
 
 A request whose messages extend an earlier interaction (its messages and its reply) re-uses that
-interaction's token ids verbatim and tokenizes only what is new. So the model reads exactly what
-it said, even where tokenizing its text again would split it differently.
+interaction's token ids verbatim, and only the new text is tokenized. So the model reads exactly the
+tokens that it sampled, even if tokenizing their text again would split it differently.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.trajectory import CallFacts, PromptReuse, RecordedRoutes
 
 ABORT_FINISH_REASON = "abort"
-"""How an interaction ends that its client left while the model spoke."""
+"""Finish reason of an interaction whose client left before the end of the reply."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens `start` to `end` (exclusive) were sampled from packed version `version`."""
+    """Output tokens `start` to `end` (exclusive) that packed version `version` sampled."""
 
     version: int
     start: int
@@ -34,7 +34,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Interaction(CallFacts, kw_only=True):
-    """One model call: what was new in its prompt, and what the model said.
+    """One model call: the new part of its prompt, and the reply.
 
     Token arrays are little-endian bytes (int32 ids, float32 log-probabilities), the form in
     which they are journaled. The whole prompt, of `prompt_tokens`, is the parent's sequence plus
@@ -55,24 +55,24 @@ class Interaction(CallFacts, kw_only=True):
     spans: list[VersionSpan]
     finish_reason: str
     closed: bool
-    """The model ended its turn itself: its last token is a stop token."""
+    """Whether the model ended its turn itself: its last token is a stop token."""
     temperature: float
     sampling: bytes = b""
-    """JSON of the sampling parameters that the engine was asked for."""
+    """JSON of the sampling parameters sent to the engine."""
     ignored: list[str] = msgspec.field(default_factory=list)
-    """Names of what the request asked for in vain: hints, unknown parameters, hosted tools."""
+    """Names of what the request set without effect: hints, unknown parameters, hosted tools."""
     kept_counts: bytes = b""
-    """Of each sampled token, how many could have been in its place (uint16), if that was recorded.
+    """Number of tokens (uint16) that could be sampled at each position of the reply, if recorded.
     Then `logprobs` are of the distribution over these."""
     kept_ids: bytes = b""
-    """Those tokens, of one place after those of another."""
+    """Ids of these tokens, position after position."""
     routes: RecordedRoutes | None = None
-    """Experts that its tokens visited, and its parent's last one: no pass had read that before."""
+    """Experts that its tokens visited, and its parent's last token, which no pass had read."""
     reward: float | None = None
     given_reward: Reward | None = None
-    """What the agent gave, with its parts, metrics and note."""
+    """Reward as the agent returned it, with its parts, metrics and note."""
     is_reward_named: bool = False
-    """The agent named this reply when it gave the reward; else the reward is the episode's."""
+    """Whether the agent rewarded this reply by its id; else the reward is the episode's."""
 
     @property
     def completed(self) -> bool:
@@ -123,13 +123,13 @@ class _TreeEntry(msgspec.Struct):
     node: _MessageNode
     parent: _TreeEntry | None
     own_ids_json_inside: bytes | None = None
-    """The interaction's own ids (new prompt, reply); None before anybody asked for them."""
+    """Own ids of the interaction (new prompt, reply); None before the first use."""
     own_texts: Sequence[str] | None = None
-    """How these may be written; None before anybody asked."""
+    """Texts that the own ids may have; None before the first use."""
 
 
 class InteractionTree:
-    """All completed interactions of a session; iterating gives them in order of completion."""
+    """All recorded interactions of a session; iterating yields them in order of completion."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, _MessageNode] = {}
@@ -138,7 +138,7 @@ class InteractionTree:
         self._latest_sequence = "", b""
         """Id of the interaction that was recorded last, and its sequence as JSON ids."""
         self.auxiliary: dict[str, str] = {}
-        """Why a conversation is not to be learned from, by the id of its first reply."""
+        """Reasons that conversations are auxiliary, by the id of their first reply."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -154,7 +154,7 @@ class InteractionTree:
 
     @property
     def last_completed(self) -> Interaction:
-        """The interaction completed last; LookupError if there is none."""
+        """Interaction that was completed last; LookupError if there is none."""
         for entry in reversed(self._entries.values()):
             if entry.interaction.completed:
                 return entry.interaction
@@ -163,18 +163,18 @@ class InteractionTree:
     def find_longest_match(
         self, context: bytes, messages: list[Message]
     ) -> tuple[Interaction | None, list[int], str | None]:
-        """The interaction with the longest history that `messages` begin with, if there is one.
+        """Find the interaction with the longest history that `messages` begin with, or None.
 
-        Also where replies that we know stand in `messages`, its own last, and in what the messages
-        after that depart from what we know, if they claim replies: a different question is a
-        branch, a different reply is a history that was rewritten. Messages that equal the tree's
-        are replaced by them: who sends the same list once more has them found by their identity.
+        Also return the indices of recorded replies in `messages`, and the field in which the rest
+        differs from the recorded messages, if a reply is in it: a different question is a branch,
+        a different reply a rewritten history. Messages that equal recorded ones are replaced by
+        them in the list, so that the next search in it compares identities.
         """
-        found: Interaction | None = None
+        longest: Interaction | None = None
         replies: list[int] = []
         node = self._roots.get(sort_json_keys(context))
         if node is None:
-            others = self._roots.values()  # conversations under other tools or template variables
+            others = self._roots.values()  # conversations with other tools or template variables
             is_known = _has_assistant_message(messages) and any(
                 root.find_child(messages[0]) for root in others
             )
@@ -188,14 +188,14 @@ class InteractionTree:
                     child = node.find_child(message)
             if child is None:
                 rest = messages[depth:]
-                is_claimed = _has_assistant_message(rest)
-                field = node.find_field_differing_from_child(message) if is_claimed else None
-                return found, replies, field
+                has_reply = _has_assistant_message(rest)
+                field = node.find_field_differing_from_child(message) if has_reply else None
+                return longest, replies, field
             node = child
             if node.interaction is not None:
-                found = node.interaction
+                longest = node.interaction
                 replies.append(depth)
-        return found, replies, None
+        return longest, replies, None
 
     def add(self, interaction: Interaction) -> None:
         if interaction.parent_id is None:
@@ -207,31 +207,31 @@ class InteractionTree:
         reply = interaction.reply
         for message in interaction.new_messages:
             node = node.find_child(message) or node.add_child(message)
-        known = node.find_child(reply)
-        if known is None or _list_call_ids(known.message) != _list_call_ids(reply):
-            known = node.add_child(reply)  # equal replies are told apart by their calls' ids
-        node = known
+        child = node.find_child(reply)
+        if child is None or _list_call_ids(child.message) != _list_call_ids(reply):
+            child = node.add_child(reply)  # equal replies differ in the ids of their calls
+        node = child
         node.interaction = interaction
         self.reply_by_call_id |= dict.fromkeys(_list_call_ids(reply), reply)
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node, parent)
 
     def keep_latest_sequence(self, interaction_id: str, ids_json_inside: bytes) -> None:
-        """Keep the sequence that an interaction ends, the inside of a JSON array: most go on."""
+        """Keep the sequence of an interaction as the inside of a JSON array: most continue it."""
         self._latest_sequence = interaction_id, ids_json_inside
 
     def get_own_texts(
         self, interaction: Interaction, decode: Callable[[Interaction], Sequence[str]]
     ) -> Sequence[str]:
-        """How an interaction's own ids may be written, by `decode`, which is asked once."""
+        """Return the texts that an interaction's own ids may have, from `decode`, called once."""
         entry = self._entries[interaction.interaction_id]
         if entry.own_texts is None:
             entry.own_texts = decode(interaction)
         return entry.own_texts
 
     def build_sequence_ids_json_inside(self, interaction: Interaction | None, then: bytes) -> bytes:
-        """Prompt and reply ids up to `interaction`, and what follows them.
+        """Return the prompt and reply ids up to `interaction`, and then those of `then`.
 
-        Both this and what follows are the inside of a JSON array.
+        The result and `then` are insides of a JSON array.
         """
         parts = [then]
         entry = self._entries[interaction.interaction_id] if interaction else None
@@ -241,10 +241,8 @@ class InteractionTree:
                 parts.append(latest_json_inside)
                 break
             if entry.own_ids_json_inside is None:
-                one = entry.interaction
-                entry.own_ids_json_inside = format_ids_as_json_inside(
-                    unpack_ids(one.new_ids + one.output_ids).tolist()
-                )
+                own_ids = unpack_ids(entry.interaction.new_ids + entry.interaction.output_ids)
+                entry.own_ids_json_inside = format_ids_as_json_inside(own_ids.tolist())
             parts.append(entry.own_ids_json_inside)
             entry = entry.parent
         return join_json_array_insides(*reversed(parts))
@@ -260,11 +258,11 @@ class InteractionTree:
 
     def list_leaves(self) -> list[Interaction]:
         parents = {interaction.parent_id for interaction in self}
-        return [one for one in self if one.interaction_id not in parents]
+        return [call for call in self if call.interaction_id not in parents]
 
 
 def _has_assistant_message(messages: Sequence[Message]) -> bool:
-    return any(one["role"] == "assistant" for one in messages)
+    return any(message["role"] == "assistant" for message in messages)
 
 
 def _list_call_ids(message: Message) -> list[str]:
@@ -272,7 +270,7 @@ def _list_call_ids(message: Message) -> list[str]:
 
 
 def unpack_ids(packed_ids: bytes) -> npt.NDArray[np.int32]:
-    """Token ids of an `Interaction` field, [T]."""
+    """Unpack the token ids of an `Interaction` field, [T]."""
     return np.frombuffer(packed_ids, dtype="<i4")
 
 
@@ -298,5 +296,5 @@ def join_json_array_insides(*array_insides: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def sort_json_keys(context_json: bytes) -> bytes:
-    """The same JSON whatever the order of its members; DecodeError if it is none."""
+    """Return JSON with its members sorted; DecodeError if it is not JSON."""
     return context_json and msgspec.json.encode(msgspec.json.decode(context_json), order="sorted")

@@ -23,10 +23,10 @@ def decode_json(content: Json, json_type: type[T]) -> T:
     return value
 
 
-def convert_value(value: object, wanted: type[T]) -> T:
+def convert_value(value: object, value_type: type[T]) -> T:
     """Convert a Python value; raise `msgspec.ValidationError` if it is not one of this type."""
-    _get_decoder(wanted)
-    return msgspec.convert(value, wanted)
+    _get_decoder(value_type)
+    return msgspec.convert(value, value_type)
 
 
 def _get_decoder(json_type: Any) -> msgspec.json.Decoder[Any]:

@@ -72,7 +72,7 @@ class WireClient:
             ClusterError: The peer could not be reached within `timeout_s`, or the client's limit.
         """
         url = f"{self._base_url}{route}"
-        method, body = _build_method_and_body(request)
+        method, body = _encode_request(request)
         headers = build_key_header(key or self._key)
         try:
             answer = self._client.request(
@@ -120,7 +120,7 @@ class AsyncWireClient:
 
         `key` is sent in place of the client's own; `timeout_s` limits this call.
         """
-        method, body = _build_method_and_body(request)
+        method, body = _encode_request(request)
         url = f"{self._base_url}{route}"
         headers = {"Content-Type": "application/json"} | build_key_header(key or self._key)
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -150,7 +150,7 @@ def _build_unreachable_error(url: str, error: Exception) -> ClusterError:
     )
 
 
-def _build_method_and_body(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
+def _encode_request(request: msgspec.Struct | None) -> tuple[str, bytes | None]:
     return ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
 
 

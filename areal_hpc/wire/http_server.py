@@ -81,7 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._start_part_deadline("head")
         if len(self.connections) > self._max_connections and not self._drop_silent_connection():
-            self.refuse_and_hang_up(503, "too many connections")
+            self.refuse_connection(503, "too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -110,7 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._awaits == "head":
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.refuse_and_hang_up(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
+                self.refuse_connection(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
         if self._awaits != "head":  # one read may hold several requests
@@ -147,12 +147,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if now - self._awaits_since < limit_s:
             return
         if self._is_overdue and not self.transport.is_closing():
-            self.refuse_and_hang_up(
+            self.refuse_connection(
                 408, f"the request's {self._awaits} did not come within {limit_s:.0f} s"
             )
         self._is_overdue = True
 
-    def refuse_and_hang_up(self, status_code: int, message: str) -> None:
+    def refuse_connection(self, status_code: int, message: str) -> None:
         if not (self._is_answering and self.cycle.response_started):
             head = (
                 f"HTTP/1.1 {status_code} Refused\r\ncontent-type: text/plain\r\nretry-after: 1\r\n"
@@ -278,8 +278,6 @@ class ServiceServer(GuardedServer):
 
 
 class ByteBudget:
-    """Limit on the bytes that requests in progress hold together."""
-
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._held_bytes = 0
@@ -365,8 +363,8 @@ class JsonApp(ABC):
         await Response(content, status, media_type="application/json")(scope, receive, send)
 
     def _require_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if self._authorization and not hmac.compare_digest(given, self._authorization):
+        header = request.headers.get("authorization", "").encode("latin-1")
+        if self._authorization and not hmac.compare_digest(header, self._authorization):
             raise HTTPException(401, "expected the run's bearer key for this service")
 
 

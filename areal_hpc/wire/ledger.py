@@ -76,9 +76,9 @@ class LeaseReply(Struct, frozen=True):
 
     grants: list[TicketGrant] = field(default_factory=list)
     seal_now: bool = False
-    """The trainer waits for tickets that are finished but not sealed."""
+    """Whether the trainer waits for tickets that are finished but not sealed."""
     stop: bool = False
-    """The run is over."""
+    """Whether the run is over."""
     over: list[TicketRef] = field(default_factory=list)
     """Finished tickets that the cell need not report again."""
     pause_s: float = 0.25

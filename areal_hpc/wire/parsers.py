@@ -83,7 +83,7 @@ class ParserReply(Struct, omit_defaults=True):
     """Name of the sampling parameter that takes `grammar_value`; empty when there is none."""
     grammar_value: str = ""
     reasons_first: bool = False
-    """The model reasons before the grammar begins."""
+    """Whether the model reasons before the grammar begins."""
     error: str = ""
     """Reason that the parser failed on this text, or does not support the request."""
     is_unknown: bool = False

@@ -61,7 +61,7 @@ class CallFacts(Struct, kw_only=True):
     """Facts of a call that request, journal and row share. Times: Unix seconds, 0 if unknown."""
 
     is_retry: bool = False
-    """Whether its client asked before and got no reply."""
+    """Whether the client marked the request as a repetition of one that had no reply."""
     asked_at: float = 0.0
     first_token_at: float = 0.0
     """Time of a stream's first token; unknown for other replies."""
@@ -176,7 +176,7 @@ class TrajectoryRow:
     tool_schemas: dict[str, Any] = field(default_factory=dict)
     """Schemas of the tools that its calls name, by their hash."""
     sampling_mask: SamplingMask | None = None
-    """None if the whole vocabulary could be sampled everywhere, or no mask was recorded."""
+    """Mask; None if the whole vocabulary could be sampled everywhere, or none was recorded."""
     routes_TLK: RouteArray | None = None
     """Experts that each token visited in each layer; None if none were recorded."""
 

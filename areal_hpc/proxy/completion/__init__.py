@@ -1,1 +1,1 @@
-"""One model call: prompt, generation, recorded reply."""
+"""Path of one model call: prompt, generation, recorded reply. Begin with `service.py`."""

@@ -1,4 +1,4 @@
-"""Prompts: token reuse, tokenization, sampling parameters, length and grammar limits."""
+"""Preparation of a model call: prompt ids with token reuse, sampling parameters, limits."""
 
 import asyncio
 import hashlib
@@ -58,8 +58,8 @@ def enforce_sampling(
 ) -> ModelCall:
     """Replace a call's sampling parameters by the run's, if its session is bound to them.
 
-    Those of the request that are replaced are named as without effect, and so are
-    `unknown_params` and results of tools that belong to no call.
+    `ignored` of the result names the replaced parameters of the request, `unknown_params`, and
+    results of tools that belong to no call.
     """
     sampling, replaced = apply_enforced_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced, *list_unpaired(call.messages)]
@@ -70,18 +70,18 @@ def enforce_sampling(
 def apply_enforced_sampling(
     sampling: SamplingParams, session: StartSessionRequest
 ) -> tuple[SamplingParams, list[str]]:
-    ours = _get_enforced_sampling(session)
-    replaced = [name for name, value in ours.items() if getattr(sampling, name) != value]
-    return (msgspec.structs.replace(sampling, **ours) if replaced else sampling), replaced
+    enforced = _get_enforced_sampling(session)
+    replaced = [name for name, value in enforced.items() if getattr(sampling, name) != value]
+    return (msgspec.structs.replace(sampling, **enforced) if replaced else sampling), replaced
 
 
 def correct_recorded_sampling(call: Interaction, session: StartSessionRequest) -> Interaction:
-    """Correct a call that its client recorded with the parameters that it had asked for."""
-    ours = _get_enforced_sampling(session)
-    told = decode_sampling_params_json(call.sampling)
-    asked = {**_SGLANG_TRUNCATION_DEFAULTS, **told, "temperature": call.temperature}
-    replaced = [name for name, value in ours.items() if asked[name] != value]
-    temperature = ours["temperature"] if replaced else call.temperature
+    """Replace the requested parameters, which a client recorded with a call, by those in effect."""
+    enforced = _get_enforced_sampling(session)
+    recorded = decode_sampling_params_json(call.sampling)
+    requested = {**_SGLANG_TRUNCATION_DEFAULTS, **recorded, "temperature": call.temperature}
+    replaced = [name for name, value in enforced.items() if requested[name] != value]
+    temperature = enforced["temperature"] if replaced else call.temperature
     if is_greedy := 0 < temperature < GREEDY_TEMPERATURE_BOUND:
         temperature = 0.0
     if not replaced and not is_greedy:
@@ -89,15 +89,15 @@ def correct_recorded_sampling(call: Interaction, session: StartSessionRequest) -
     return msgspec.structs.replace(
         call,
         temperature=temperature,
-        sampling=msgspec.json.encode(told | ours | {"temperature": temperature}),
+        sampling=msgspec.json.encode(recorded | enforced | {"temperature": temperature}),
         ignored=[*call.ignored, *(name for name in replaced if name not in call.ignored)],
     )
 
 
 def zero_tiny_temperature(sampling: SamplingParams) -> SamplingParams:
-    """Set a tiny temperature to 0, as the engine takes it and trainers know it.
+    """Set a tiny temperature to 0, because the engine does not divide logits by it.
 
-    Else rows would say that logits were divided by next to nothing, and they were not.
+    Rows must state the temperature that the engine used.
     """
     if 0 < sampling.temperature < GREEDY_TEMPERATURE_BOUND:
         return msgspec.structs.replace(sampling, temperature=0.0)
@@ -107,10 +107,7 @@ def zero_tiny_temperature(sampling: SamplingParams) -> SamplingParams:
 def bound_top_k(
     sampling: SamplingParams, session: StartSessionRequest, vocab_size: int
 ) -> tuple[SamplingParams, bool]:
-    """Bound `top_k` if the mask of a call is recorded; also say whether it is.
-
-    For that SGLang needs a bound on their number.
-    """
+    """Bound `top_k`, as SGLang requires for sampling masks; return whether the mask is recorded."""
     if not (session.records_sampling_mask and sampling.has_recordable_sampling_mask):
         return sampling, False
     if 0 < sampling.top_k <= MAX_MASK_TOKENS_PER_POSITION:
@@ -122,14 +119,14 @@ def bound_top_k(
 def _get_enforced_sampling(session: StartSessionRequest) -> dict[str, Any]:
     if session.sampling_from == "agent":
         return {}
-    ours = session.sampling
-    return {"temperature": ours.temperature, "top_p": ours.top_p, "top_k": ours.top_k or -1}
+    params = session.sampling
+    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1}
 
 
 MAX_MEAN_CHARS_PER_TOKEN = 32
-"""On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
+"""Upper bound: a text too long even at this mean is refused untokenized. Real text has 3 to 6."""
 MAX_UNHASHED_SAMPLING_BYTES = 1000
-"""A grammar of tools comes with every call, and can be as long as their schemas."""
+"""Limit beyond which a grammar is recorded by its hash: each call may carry all tools' schemas."""
 
 
 class PreparedCall(msgspec.Struct, frozen=True):
@@ -144,14 +141,14 @@ class PreparedCall(msgspec.Struct, frozen=True):
     give_up_at: float
     asked_at: float
     parseable_tools: Sequence[dict[str, Any]] | None
-    """Tools whose calls the reply may hold; None when it is text and nothing else."""
+    """Tools whose calls the reply may contain; None if it can only be text."""
     reasons_before_grammar: bool
-    """The reply begins inside its reasoning; a grammar starts after that."""
+    """Whether the reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool
     mixture: MixtureShape | None
-    """None if the experts that tokens visit are not recorded."""
+    """Experts of the model; None if the experts that tokens visit are not recorded."""
     routes_from: int
-    """The first token whose experts are: the parent's last one, which no pass has read."""
+    """First token whose experts are recorded: the parent's last one, which no pass has read."""
     reserved_tokens_per_choice: int
 
     def build_request(self, choice_index: int) -> GenerateRequest:
@@ -182,7 +179,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
 
 
 def encode_recorded_sampling(sampling: SamplingParams) -> bytes:
-    """Sampling parameters as they are recorded: JSON, a long grammar by its hash."""
+    """Encode sampling parameters for the record: as JSON, with a long grammar by its hash."""
     encoded = msgspec.json.encode(sampling)
     if len(encoded) <= MAX_UNHASHED_SAMPLING_BYTES:
         return encoded
@@ -208,7 +205,7 @@ class PromptBuilder:
         self._metrics = metrics
 
     async def prepare_call(self, session: Session, call: ModelCall, answer_id: str) -> PreparedCall:
-        """Find what the call continues and make it ready to be sent.
+        """Find the interaction that the call continues, and prepare the call for an engine.
 
         The caller must release `reserved_tokens_per_choice`.
         """
@@ -263,19 +260,19 @@ class PromptBuilder:
         turn: OpenTurn,
         sampling: SamplingParams,
     ) -> tuple[SamplingParams, bool]:
-        # The parsers need the marks that a reader of plain text would not want to see.
+        # The parsers need the special tokens that delimit calls and reasoning.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
         choice = call.tool_choice
         strict = any(tool["function"].get("strict") for tool in tools)
         if sampling.active_grammar_names:
-            tools = []  # a reply held to another grammar calls nothing
+            tools = []  # a reply under another grammar cannot call tools
         elif not (tools and (choice.must_call or not choice.parallel or strict)):
             return sampling, False
-        found = await parsers.fetch_grammar(tools, turn.text_after_messages, choice)
-        if found.grammar:
-            grammar = {found.grammar: found.grammar_value}
+        reply = await parsers.fetch_grammar(tools, turn.text_after_messages, choice)
+        if reply.grammar:
+            grammar = {reply.grammar: reply.grammar_value}
             sampling = msgspec.structs.replace(sampling, **grammar)
-        return sampling, found.reasons_first and bool(sampling.active_grammar_names)
+        return sampling, reply.reasons_first and bool(sampling.active_grammar_names)
 
     async def _tokenize_call(
         self, session: Session, call: ModelCall
@@ -320,7 +317,7 @@ class PromptBuilder:
             raise ProxyRequestError(400, problem, key=call.prompt_param_name) from error
 
     async def encode(self, text: str, key: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; those of a long one without stalling the loop."""
+        """Return the token ids of a text; a thread encodes a long one."""
         least_tokens = len(text) // MAX_MEAN_CHARS_PER_TOKEN
         if least_tokens > self._model.context_tokens:
             raise PromptTooLongError(least_tokens, self._model.context_tokens, key)
@@ -329,7 +326,7 @@ class PromptBuilder:
         return await asyncio.to_thread(encode) if encoder.is_slow_to_encode(text) else encode()
 
     async def build_prompt(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
-        """The prompt of a call that is not made: the inside of a JSON array of ids, and length."""
+        """Build a prompt without a call: the inside of a JSON array of its ids, and its length."""
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         return session.tree.build_sequence_ids_json_inside(
             turn.parent, format_ids_as_json_inside(new_ids)
@@ -338,29 +335,29 @@ class PromptBuilder:
     def _complete_sampling(
         self, session: Session, call: ModelCall, prompt_tokens: int
     ) -> SamplingParams:
-        """The sampling parameters with a seed, and a reply limit that the context has room for.
+        """Return the sampling parameters with a seed, and a reply limit that fits the context.
 
-        A limit beyond that room is an upper bound like any other, as in AReaL: agents ask for as
-        much as a whole context may hold, whatever their prompt has taken of it.
+        A limit beyond the context is cut, as in AReaL: agents request as many tokens as a whole
+        context has, whatever the length of their prompt.
         """
         context_tokens = self._model.context_tokens
         room = context_tokens - prompt_tokens
         if room < 1:
             raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_param_name)
-        asked, opened = call.sampling, session.request
-        limit = min(asked.max_new_tokens or opened.sampling.max_new_tokens, room)
-        least = min(asked.min_new_tokens, limit)
-        stops, seed = asked.stop_token_ids, asked.sampling_seed
-        if least:  # those that SGLang forbids meanwhile: the trainer reads here which they were
+        requested, opened = call.sampling, session.request
+        limit = min(requested.max_new_tokens or opened.sampling.max_new_tokens, room)
+        least = min(requested.min_new_tokens, limit)
+        stops, seed = requested.stop_token_ids, requested.sampling_seed
+        if least:  # SGLang forbids these tokens until then: the trainer reads them here
             stops = sorted({*(stops or ()), *self._model.end_token_ids})
         number, session.calls = session.calls, session.calls + 1
         if seed is None:
-            # One that differs between calls, episodes and tickets, and repeats with the run's seed.
+            # It differs between calls, episodes and tickets, and repeats with the run's seed.
             text = f"{opened.seed}/{opened.task_id}/{opened.episode}/{number}"
             digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
             seed = int.from_bytes(digest) & 0x3FFFFFFF
         return msgspec.structs.replace(
-            asked,
+            requested,
             max_new_tokens=limit,
             min_new_tokens=least,
             stop_token_ids=stops,

@@ -1,8 +1,8 @@
-"""One reply of the model, generated to its end whatever becomes of the replicas that say it.
+"""Generation of one reply, which goes on when the replica that samples it is lost.
 
-A call that nobody has seen anything of is repeated whole. One whose client has read tokens cannot
-be: they would come out otherwise. Another replica is then asked to go on after them. What is
-recorded is exactly what was sampled: every token with its log-probability and its version.
+A call whose client has read nothing is repeated whole. Otherwise the repetition would sample other
+tokens than the client has read, so another replica continues after them. The record has exactly
+the sampled tokens, each with its log-probability and its weight version.
 """
 
 from __future__ import annotations
@@ -46,52 +46,53 @@ from areal_hpc.wire.replicas import ReplicaView
 log = logging.getLogger(__name__)
 
 MAX_ENGINE_FAILURES_PER_CALL = 3
-"""Tries that an engine has received and answered with an error, or hung up on. A call that is
-repeated for as long as its time lasts asks an engine that cannot answer it hundreds of times."""
+"""Tries to which an engine may respond with an error or a hang-up. Without this limit a call that
+engines cannot answer would be sent hundreds of times."""
 MAX_REPLICA_HANGUPS_PER_CALL = 2
-"""Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
+"""Replicas that may hang up on a call: after two the call itself is the probable cause."""
 RETRY_PAUSE_S = 0.2
 RETRY_PAUSE_AFTER_ENGINE_ERROR_S = 1.0
-"""Time to learn whether the engine still serves."""
+"""Pause that lets the router learn whether the engine still serves."""
 
 
 class RecordedChoice(msgspec.Struct, frozen=True):
     choice: int
     interaction: Interaction
     generation: Generation
-    said: ReplyContent
+    content: ReplyContent
 
     @property
     def finish_reason(self) -> str:
         reason = self.generation.finish_reason
-        return "tool_calls" if reason == "stop" and self.said.calls else reason
+        return "tool_calls" if reason == "stop" and self.content.calls else reason
 
 
 class ReplyChunk(msgspec.Struct, frozen=True):
     choice: int
-    said: ReplyContent
-    piece: TokenChunk
-    """The tokens that came with it; those of text held back come early, never late."""
+    content: ReplyContent
+    tokens: TokenChunk
+    """Tokens sampled since the last chunk; they come before their text if that is held back."""
 
 
 @dataclass(slots=True)
 class ReplyStream:
-    """The choices of one streamed call, in the order in which things happen.
+    """Events of one streamed call, of all its choices.
 
-    Iterating gives chunks, then a `RecordedChoice` for each choice; it raises what broke a choice.
+    Iterating yields chunks and a `RecordedChoice` at the end of each choice; it raises the error
+    of a choice.
     """
 
     choices: int
     prompt_tokens: int = 0
     abandoned: bool = False
-    _happened: asyncio.Queue[ReplyChunk | RecordedChoice | Exception] = field(
+    _events: asyncio.Queue[ReplyChunk | RecordedChoice | Exception] = field(
         default_factory=asyncio.Queue
     )
     _stops: dict[int, Callable[[], None]] = field(default_factory=dict)
     _ended: int = 0
 
     def put(self, event: ReplyChunk | RecordedChoice | Exception) -> None:
-        self._happened.put_nowait(event)
+        self._events.put_nowait(event)
 
     def __aiter__(self) -> ReplyStream:
         return self
@@ -99,7 +100,7 @@ class ReplyStream:
     async def __anext__(self) -> ReplyChunk | RecordedChoice:
         if self._ended == self.choices:
             raise StopAsyncIteration
-        event = await self._happened.get()
+        event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         self._ended += isinstance(event, RecordedChoice)
@@ -121,7 +122,7 @@ class ReplyStream:
 
 @dataclass(slots=True, eq=False)
 class ReplyGenerator:
-    """Generates one reply; with a `stream`, each piece of it goes to `take_chunk` as it comes."""
+    """Generator of one reply; with a `stream` it passes each chunk to `take_chunk`."""
 
     router: Router
     upstream: SGLangClient
@@ -131,15 +132,15 @@ class ReplyGenerator:
     choice_index: int
     stream: ReplyStream | None = None
     take_chunk: Callable[[TokenChunk], Awaitable[None]] | None = None
-    _said: Generation | None = None
-    """What lost replicas said of the reply."""
+    _sampled: Generation | None = None
+    """Part of the reply that lost replicas sampled."""
     _can_continue: bool = True
-    """False once something was said that another replica cannot go on from."""
+    """Whether another replica can continue after that part."""
 
     async def run(self) -> tuple[Generation, int]:
-        """The reply, and the index of the replica that said the end of it."""
-        # A replica that cannot be reached, or breaks a call off as it was told to, says nothing of
-        # the call: that is not counted.
+        """Return the reply, and the index of the replica that sampled its end."""
+        # Only failures that may be due to the call count: not an unreachable replica, and not a
+        # generation that the server was told to abort.
         session, give_up_at = self.prompt.session, self.prompt.give_up_at
         lost, failed, hung_up = set[int](), 0, set[tuple[int, int]]()
         while True:
@@ -147,7 +148,7 @@ class ReplyGenerator:
             self.router.on_call_started(replica)
             began_at = time.time()
             try:
-                return await self._ask(replica, give_up_at), replica.index
+                return await self._call_replica(replica, give_up_at), replica.index
             except UnfinishedEngineCallError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 record_call_span("lost call", session, began_at, time.time(), replica.index)
@@ -176,12 +177,12 @@ class ReplyGenerator:
     def _may_repeat(self) -> bool:
         return self.stream is None or (self._can_continue and not self.stream.abandoned)
 
-    async def _ask(self, replica: ReplicaView, give_up_at: float) -> Generation:
+    async def _call_replica(self, replica: ReplicaView, give_up_at: float) -> Generation:
         request, stream = self._build_request(), self.stream
         timeout_s = max(give_up_at - time.monotonic(), 0.001)
         if stream is None or self.take_chunk is None:
             generation = await self.upstream.generate(replica, request, timeout_s)
-        elif stream.abandoned:  # while no replica served, say
+        elif stream.abandoned:  # for example while no replica served
             raise ProxyRequestError(503, "the client disconnected before the call began")
         else:
             stream.register_stop_callback(
@@ -196,20 +197,20 @@ class ReplyGenerator:
                 raise
         has_aborted = generation.finish_reason == ABORT_FINISH_REASON
         if has_aborted and not (stream is not None and stream.abandoned):
-            # Nobody in a run asks for that; the owner of servers behind a standalone proxy may,
-            # whose `pause_generation` aborts unless told otherwise.
+            # Nothing in a run aborts like this; the owner of servers behind a standalone proxy may,
+            # because SGLang's `pause_generation` aborts by default.
             self._keep_part(generation, request)
-            if stream is None and not self._can_continue:  # nobody has seen any of it
-                self._said, self._can_continue = None, True
+            if stream is None and not self._can_continue:  # no client has read any of it
+                self._sampled, self._can_continue = None, True
             raise UnfinishedEngineCallError(f"{replica.url} aborted the generation")
-        return join_replies(self._said, generation)
+        return join_replies(self._sampled, generation)
 
     def _build_request(self) -> GenerateRequest:
         request = self.prompt.build_request(self.choice_index)
-        if self._said is None:
+        if self._sampled is None:
             return request
         self.metrics.failovers.inc()
-        ids = self._said.output_ids
+        ids = self._sampled.output_ids
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
@@ -222,17 +223,17 @@ class ReplyGenerator:
     def _keep_lost_part(
         self, partial_reply: Generation | None, replica: ReplicaView, request: GenerateRequest
     ) -> None:
-        """Keep what a replica had said, None if its stream was not sound, when it was lost.
+        """Keep the part of a reply that a lost replica sampled; None if its stream was unsound.
 
-        A token that came while the replica still had the version of when it was asked was sampled
-        from that one: versions only grow.
+        It can be continued if the replica reported the same weight version with it as before the
+        call: versions only grow, so all its tokens were sampled from that one.
         """
         if partial_reply is None:
             self._can_continue = False
         elif partial_reply.output_ids:
-            known = replica.version and pack_weight_version(replica.version)
+            version = replica.version and pack_weight_version(replica.version)
             self._keep_part(partial_reply, request)
-            self._can_continue &= partial_reply.spans[0].version == known
+            self._can_continue &= partial_reply.spans[0].version == version
 
     def _keep_part(self, generation: Generation, request: GenerateRequest) -> None:
         if not generation.output_ids:
@@ -241,8 +242,8 @@ class ReplyGenerator:
         text = self.encoder.decode(
             generation.output_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        # A character of which only a part has come, the beginning of a stop string, the state of
-        # a grammar or of penalties: all that would be lost between the two replicas.
+        # The next replica does not know a partial character, the beginning of a stop string, or
+        # the state of a grammar or of penalties.
         self._can_continue = (
             text == generation.text
             and not count_stop_prefix_chars(text, sampling.stop or ())
@@ -251,43 +252,43 @@ class ReplyGenerator:
             and sampling.penalties == NO_PENALTIES
             and not sampling.min_new_tokens
         )
-        self._said = join_replies(self._said, generation)
+        self._sampled = join_replies(self._sampled, generation)
 
 
-def join_replies(said: Generation | None, generation: Generation) -> Generation:
-    """What a lost replica said of a reply, and what another one said after it."""
-    if said is None:
+def join_replies(before: Generation | None, generation: Generation) -> Generation:
+    """Join the part of a reply that a lost replica sampled with the rest from another replica."""
+    if before is None:
         return generation
-    spans = list(said.spans)
+    spans = list(before.spans)
     for span in generation.spans:
-        start, end = (len(said.output_ids) + place for place in (span.start, span.end))
+        start, end = (len(before.output_ids) + index for index in (span.start, span.end))
         if spans and spans[-1].version == span.version:
             start = spans.pop().start
         spans.append(VersionSpan(span.version, start, end))
-    is_kept = bool(said.sampling_mask_ids) and bool(generation.sampling_mask_ids)
-    mask_ids = said.sampling_mask_ids + generation.sampling_mask_ids
-    mask_logprobs = said.sampling_mask_logprobs + generation.sampling_mask_logprobs
+    is_kept = bool(before.sampling_mask_ids) and bool(generation.sampling_mask_ids)
+    mask_ids = before.sampling_mask_ids + generation.sampling_mask_ids
+    mask_logprobs = before.sampling_mask_logprobs + generation.sampling_mask_logprobs
     return msgspec.structs.replace(
         generation,
         sampling_mask_ids=mask_ids if is_kept else [],
         sampling_mask_logprobs=mask_logprobs if is_kept else [],
-        text=said.text + generation.text,
-        output_ids=said.output_ids + generation.output_ids,
-        logprobs=said.logprobs + generation.logprobs,
+        text=before.text + generation.text,
+        output_ids=before.output_ids + generation.output_ids,
+        logprobs=before.logprobs + generation.logprobs,
         spans=spans,
-        top_logprobs=said.top_logprobs + generation.top_logprobs,
-        cached_tokens=said.cached_tokens,
-        # This replica has read again what the other one said.
-        routes=said.routes + generation.routes[len(said.routes) :],
+        top_logprobs=before.top_logprobs + generation.top_logprobs,
+        cached_tokens=before.cached_tokens,
+        # The routes of this replica begin anew: it has read the earlier tokens again.
+        routes=before.routes + generation.routes[len(before.routes) :],
     )
 
 
 def record_call_span(
     name: str, session: Session, begin: float, end: float, replica: int, **tokens: int
 ) -> None:
-    facts = {}
+    attributes = {}
     if (ref := session.request.ref) is not None:
-        facts = {"ticket_id": ref.ticket_id, "attempt": ref.attempt}
-        facts |= {"eval_step": ref.eval_step} if ref.eval_step >= 0 else {}
-        facts["episode"] = session.request.episode
-    record_span(name, begin, end, f"replica {replica}", **facts, **tokens)
+        attributes = {"ticket_id": ref.ticket_id, "attempt": ref.attempt}
+        attributes |= {"eval_step": ref.eval_step} if ref.eval_step >= 0 else {}
+        attributes["episode"] = session.request.episode
+    record_span(name, begin, end, f"replica {replica}", **attributes, **tokens)

@@ -1,4 +1,4 @@
-"""Completion service: one model call from prompt to recorded interaction."""
+"""Service of model calls: prepares a prompt, generates replies, records them as interactions."""
 
 import asyncio
 import logging
@@ -58,7 +58,7 @@ EMPTY_CHUNK = TokenChunk("", [], [], [])
 
 
 class CompletionService:
-    """Answers model calls: everything between a parsed request and a recorded interaction."""
+    """Service that turns a parsed request into generated and recorded replies."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CompletionService:
         self._router = router
         self._upstream = upstream
         self.recorder = recorder
-        self._speaking: set[asyncio.Task[None]] = set()
+        self._stream_tasks: set[asyncio.Task[None]] = set()
 
     async def answer(
         self, session: Session, call: ModelCall, answer_id: str
@@ -97,17 +97,17 @@ class CompletionService:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
             reserved_tokens = call.n * prompt.reserved_tokens_per_choice
             generators = [self._make_generator(prompt, choice) for choice in range(call.n)]
-            answers = await _gather([one.run() for one in generators])
-            said = [await self._parse_reply(prompt, generation) for generation, _ in answers]
+            replies = await _gather([generator.run() for generator in generators])
+            contents = [await self._parse_reply(prompt, generation) for generation, _ in replies]
             return [
-                self._record_reply(prompt, choice, *answer, said[choice])
-                for choice, answer in enumerate(answers)
+                self._record_reply(prompt, choice, *reply, contents[choice])
+                for choice, reply in enumerate(replies)
             ]
         finally:
             self._limiter.release(session, call.n, reserved_tokens)
 
     async def generate_unrecorded(self, session: Session, request: GenerateRequest) -> bytes:
-        """SGLang's answer to a client that records its own calls; the journal notes the reply."""
+        """Forward a request of a client that records its own calls; journal the reply's digest."""
         give_up_at = time.monotonic() + self._timeout_s
         self._limiter.admit(session, 1)
         reserved_tokens = 0
@@ -124,7 +124,7 @@ class CompletionService:
         try:
             reply = decode_generation("a replica", answer)
         except (UnfinishedEngineCallError, ProxyRequestError):
-            return answer  # the client reads the same in it, and has nothing to record
+            return answer  # the client reads the error in it, and has nothing to record
         self._router.note_sampled_versions(reply.spans)
         digest = compute_reply_digest(
             request.prompt_ids_json_inside,
@@ -153,12 +153,12 @@ class CompletionService:
             self._router.on_call_finished(session, replica)
 
     async def _parse_reply(self, prompt: PreparedCall, generation: Generation) -> ReplyContent:
-        reader = self._make_reply_parser(prompt)
-        if reader is None:
+        parser = self._make_reply_parser(prompt)
+        if parser is None:
             return ReplyContent(generation.text)
-        said, is_cut = ReplyContent(), not generation.ends_with_stop_token
-        said.append(await reader.feed(generation.text, is_last=True, is_cut=is_cut))
-        return said
+        content, is_cut = ReplyContent(), not generation.ends_with_stop_token
+        content.append(await parser.feed(generation.text, is_last=True, is_cut=is_cut))
+        return content
 
     def _make_reply_parser(self, prompt: PreparedCall) -> RemoteReplyParser | None:
         if self._parsers is None or prompt.parseable_tools is None:
@@ -167,50 +167,50 @@ class CompletionService:
         return self._parsers.build_reply_parser(prompt.parseable_tools, opening)
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
-        """Begin to generate `call.n` replies; each is in the journal before it is told."""
+        """Begin to generate `call.n` replies; each is in the journal before its end is sent."""
         self._limiter.admit(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
-        except BaseException:  # boundary: a client that hangs up leaves nothing counted
+        except BaseException:  # boundary: after a hang-up, too, the call no longer counts
             self._limiter.release(session, call.n)
             raise
-        live = ReplyStream(call.n, prompt.prompt_tokens)
+        reply_stream = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
-            task = asyncio.ensure_future(self._stream_choice(prompt, choice, live))
-            self._speaking.add(task)
-            task.add_done_callback(self._speaking.discard)
-        return live
+            task = asyncio.ensure_future(self._stream_choice(prompt, choice, reply_stream))
+            self._stream_tasks.add(task)
+            task.add_done_callback(self._stream_tasks.discard)
+        return reply_stream
 
     async def _stream_choice(
         self, prompt: PreparedCall, choice_index: int, reply_stream: ReplyStream
     ) -> None:
-        said, reader = ReplyContent(), self._make_reply_parser(prompt)
+        content, parser = ReplyContent(), self._make_reply_parser(prompt)
         first_token_at = 0.0
 
-        async def take(piece: TokenChunk) -> None:
+        async def take_chunk(chunk: TokenChunk) -> None:
             nonlocal first_token_at
             first_token_at = first_token_at or time.time()
-            part = ReplyContent(piece.text) if reader is None else await reader.feed(piece.text)
-            said.append(part)
-            reply_stream.put(ReplyChunk(choice_index, part, piece))
+            part = ReplyContent(chunk.text) if parser is None else await parser.feed(chunk.text)
+            content.append(part)
+            reply_stream.put(ReplyChunk(choice_index, part, chunk))
 
         try:
-            generator = self._make_generator(prompt, choice_index, reply_stream, take)
+            generator = self._make_generator(prompt, choice_index, reply_stream, take_chunk)
             generation, replica = await generator.run()
-            if reader is not None:
+            if parser is not None:
                 is_cut = not generation.ends_with_stop_token
-                rest = await reader.feed("", is_last=True, is_cut=is_cut)
-                said.append(rest)
+                rest = await parser.feed("", is_last=True, is_cut=is_cut)
+                content.append(rest)
                 reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
             if reply_stream.abandoned:
-                # Nobody knows how much of it was read: it counts as broken off.
+                # The client may not have read all of it: it counts as aborted.
                 generation = msgspec.structs.replace(generation, finish_reason=ABORT_FINISH_REASON)
             if generation.output_ids or not reply_stream.abandoned:
                 recorded = self._record_reply(
-                    prompt, choice_index, generation, replica, said, first_token_at
+                    prompt, choice_index, generation, replica, content, first_token_at
                 )
                 reply_stream.put(recorded)
-        except Exception as error:  # boundary: raised again where the stream is read
+        except Exception as error:  # boundary: the reader of the stream raises it
             if reply_stream.abandoned:
                 log.info("a stream failed after its client disconnected: %s", error)
             reply_stream.put(error)

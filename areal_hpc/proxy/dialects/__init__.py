@@ -1,5 +1,5 @@
-"""One module per HTTP dialect an agent may speak.
+"""HTTP APIs of OpenAI, Anthropic, Google and SGLang. `dialect.py` has the interface of a dialect.
 
-Every parameter of a request is honored, accepted without effect because it is a hint (`hints`), or
-refused by name. `model` is any name: a cell serves one model, whatever an agent calls it.
+A parameter of a request is honored, accepted without effect as a hint, or refused by name
+(`parameters.py`). `model` may be any name: a cell serves one model.
 """

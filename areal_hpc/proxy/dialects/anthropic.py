@@ -1,4 +1,4 @@
-"""Anthropic Messages; without `max_tokens` the session's own limit holds."""
+"""Dialect of Anthropic's Messages API. Without `max_tokens` the session's limit applies."""
 
 import hashlib
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class _ToolUse(Struct, tag="tool_use"):
     id: str
     name: str
     input: Any = None
-    """An object; a text where a client hands back arguments that were none."""
+    """Object; a text if a client sends back arguments that are not an object."""
 
 
 class _Image(Struct, tag="image"):
@@ -87,7 +87,7 @@ class _Thinking(Struct, tag="thinking"):
 
 
 class _RedactedThinking(Struct, tag="redacted_thinking"):
-    """Reasoning of another model, which nobody here can read."""
+    """Encrypted reasoning of another model."""
 
 
 class _InputMessage(Struct):
@@ -102,7 +102,7 @@ class _InputToolChoice(Struct, forbid_unknown_fields=True):
 
 
 PLACEHOLDER_TOOL = "DeferredToolPlaceholder"
-"""Claude Code's, in the place of tools that Anthropic's servers would look up: it always fails."""
+"""Claude Code's placeholder for tools that Anthropic's servers look up; calls of it always fail."""
 
 
 class _InputTool(Struct, forbid_unknown_fields=True):
@@ -118,11 +118,11 @@ class _InputTool(Struct, forbid_unknown_fields=True):
 
 class _ThinkingConfig(Struct, forbid_unknown_fields=True):
     type: str = "enabled"
-    """Enabled, disabled, adaptive, or what comes next."""
+    """`enabled`, `disabled`, `adaptive`, or a newer value."""
     budget_tokens: IgnoredParam = None
-    """Anthropic calls it a target."""
+    """Target of Anthropic's API, not a limit."""
     display: IgnoredParam = None
-    """The reasoning is always returned in full."""
+    """Without effect: the reasoning is always returned in full."""
 
 
 class _OutputFormat(Struct):
@@ -164,7 +164,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: Annotated[dict[str, Any], Meta(extra={"form": _ThinkingConfig})] | None = None
     output_config: _OutputConfig | None = None
     output_format: _OutputFormat | None = None
-    """An older name for `output_config.format`."""
+    """Older name of `output_config.format`."""
     betas: IgnoredParam = None
     cache_control: IgnoredParam = None
     context_management: IgnoredParam = None
@@ -209,7 +209,7 @@ def build_model_call(
 
 
 def _build_system_message(system: str | list[_Text] | None) -> Iterator[Message]:
-    blocks = [system] if isinstance(system, str) else [one.text for one in system or ()]
+    blocks = [system] if isinstance(system, str) else [block.text for block in system or ()]
     kept = [text for text in map(strip_volatile_lines, blocks) if text]
     if kept:
         yield normalize_chat_message({"role": "system", "content": "\n".join(kept)})
@@ -218,20 +218,20 @@ def _build_system_message(system: str | list[_Text] | None) -> Iterator[Message]
 def _split_prefill(
     messages: Sequence[_InputMessage],
 ) -> tuple[str | None, Sequence[_InputMessage]]:
-    """What the reply begins with, if the last message is the assistant's, and the others."""
+    """Split off a last message of the assistant, which is the beginning of the reply."""
     *others, last = messages
     if last.role != "assistant":
         return None, messages
-    begun = _build_assistant_message(last, len(others))
-    if begun.get("tool_calls") or begun.get("reasoning_content"):
+    prefill = _build_assistant_message(last, len(others))
+    if prefill.get("tool_calls") or prefill.get("reasoning_content"):
         problem = "a reply can go on from text of the assistant alone"
         raise ProxyRequestError(400, problem, key=f"messages[{len(others)}]")
-    text: str = begun["content"]
+    text: str = prefill["content"]
     return text, others
 
 
 def _read_conversation(messages: Sequence[_InputMessage]) -> Iterator[str | Message]:
-    """Texts of the user, and messages of all others."""
+    """Yield texts of the user, and messages of the others."""
     for i, message in enumerate(messages):
         if message.role == "system":
             yield from _build_system_message(_read_system_texts(message, i))
@@ -273,8 +273,8 @@ def _read_tool_result_text(block: _ToolResult) -> str:
         [_Text(block.content)] if isinstance(block.content, str) else block.content
     )
     text = "\n".join(
-        one.text if isinstance(one, _Text) else format_left_out_part(str(one.__struct_config__.tag))
-        for one in parts
+        p.text if isinstance(p, _Text) else format_left_out_part(str(p.__struct_config__.tag))
+        for p in parts
     )
     return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
 
@@ -289,8 +289,8 @@ def _build_assistant_message(message: _InputMessage, i: int) -> Message:
         elif isinstance(block, _Thinking):
             reasoning += block.thinking
         elif isinstance(block, _ToolUse):
-            given = {} if block.input is None else block.input
-            calls.append(format_tool_call(block.id, block.name, given))
+            arguments = {} if block.input is None else block.input
+            calls.append(format_tool_call(block.id, block.name, arguments))
         elif not isinstance(block, _RedactedThinking):
             raise _build_misplaced_block_error(message, i, j)
     fields = {"reasoning_content": reasoning or None, "tool_calls": calls}
@@ -311,10 +311,10 @@ def _parse_tools(
     raw_tools: Sequence[msgspec.Raw], ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
     declared: list[_InputTool] = [
-        decode_request_json(one, _InputTool, f"tools[{i}]", ignored)
-        for i, one in filter_out_hosted_tools(raw_tools, dropped)
+        decode_request_json(raw_tool, _InputTool, f"tools[{i}]", ignored)
+        for i, raw_tool in filter_out_hosted_tools(raw_tools, dropped)
     ]
-    tools = [one for one in declared if one.name != PLACEHOLDER_TOOL]
+    tools = [tool for tool in declared if tool.name != PLACEHOLDER_TOOL]
     dropped += [PLACEHOLDER_TOOL] * (len(tools) < len(declared))
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
@@ -326,18 +326,20 @@ def _parse_tools(
 def _parse_tool_choice(
     tool_choice: _InputToolChoice | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
-    asked = tool_choice or _InputToolChoice("auto")
-    if asked.type == "tool" and asked.name is None:
+    choice = tool_choice or _InputToolChoice("auto")
+    if choice.type == "tool" and choice.name is None:
         raise ProxyRequestError(400, "the tool's name is missing", key="tool_choice.name")
-    mode = "required" if asked.type == "any" else asked.type
-    name = asked.name if asked.type == "tool" else None
-    return parse_tool_choice(model, tools, mode, name, parallel=not asked.disable_parallel_tool_use)
+    mode = "required" if choice.type == "any" else choice.type
+    name = choice.name if choice.type == "tool" else None
+    return parse_tool_choice(
+        model, tools, mode, name, parallel=not choice.disable_parallel_tool_use
+    )
 
 
 def _build_thinking_variables(
     request: MessagesRequest, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any]:
-    """Variables that tell the chat template whether to reason, and how hard."""
+    """Build the chat template's variables for reasoning and its effort."""
     effort = request.output_config.effort if request.output_config else None
     variables = build_reasoning_variables(model, "output_config.effort", ignored, effort=effort)
     if request.thinking is None:
@@ -383,25 +385,25 @@ class _MessagesExchange(Exchange):
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         (answer,) = answers
-        blocks = split_into_blocks(_move_invalid_calls_to_text(answer.said))
+        blocks = split_into_blocks(_move_invalid_calls_to_text(answer.content))
         content = [_format_block(block) for block in blocks]
         ending = {**_build_stop_fields(answer, blocks), "usage": _format_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
-        reader = BlockSplitter()
+        splitter = BlockSplitter()
         usage = {"input_tokens": reply_stream.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
         beginning = format_named_event({"type": "message_start", "message": message})
-        async for happened in reply_stream:
-            if isinstance(happened, ReplyChunk):
+        async for event in reply_stream:
+            if isinstance(event, ReplyChunk):
                 yield beginning + _format_block_changes(
-                    reader.add_delta(_move_invalid_calls_to_text(happened.said))
+                    splitter.add_delta(_move_invalid_calls_to_text(event.content))
                 )
             else:
-                rest = _format_block_changes(reader.finish())
-                delta = _build_stop_fields(happened, reader.blocks)
-                ending = {"type": "message_delta", "delta": delta, "usage": _format_usage(happened)}
+                rest = _format_block_changes(splitter.finish())
+                delta = _build_stop_fields(event, splitter.blocks)
+                ending = {"type": "message_delta", "delta": delta, "usage": _format_usage(event)}
                 stop = {"type": "message_stop"}
                 yield beginning + rest + format_named_event(ending) + format_named_event(stop)
             beginning = b""
@@ -411,11 +413,11 @@ class _MessagesExchange(Exchange):
 
 
 def _move_invalid_calls_to_text(reply: ReplyContent) -> ReplyContent:
-    odd = [one for one in reply.calls if decode_arguments(one.arguments) is None]
-    if not odd:
+    invalid = [call for call in reply.calls if decode_arguments(call.arguments) is None]
+    if not invalid:
         return reply
-    text = "".join(format_call_as_text(one.name, one.arguments) for one in odd)
-    calls = [one for one in reply.calls if one not in odd]
+    text = "".join(format_call_as_text(call.name, call.arguments) for call in invalid)
+    calls = [call for call in reply.calls if call not in invalid]
     return ReplyContent(reply.text + text, reply.reasoning, calls)
 
 
@@ -484,7 +486,7 @@ def _format_usage(answer: RecordedChoice) -> dict[str, Any]:
 def _build_error_fields(refusal: ProxyRequestError) -> dict[str, Any]:
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
     message = f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
-    if isinstance(refusal, PromptTooLongError):  # Claude Code knows it by the whole of these words
+    if isinstance(refusal, PromptTooLongError):  # Claude Code looks for exactly these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
         message = f"prompt is too long: {refusal.prompt_tokens} tokens > {most_tokens} maximum"
     kind = _ERROR_TYPE_BY_STATUS.get(refusal.status, default)

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions. SGLang uses `seed` when it runs deterministically."""
+"""Dialect of OpenAI's Chat Completions. SGLang uses `seed` only in its deterministic mode."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -58,7 +58,7 @@ class _ContentPart(Struct):
 class _CalledFunction(Struct):
     name: str
     arguments: Any = ""
-    """JSON as text; an object where a client has read it."""
+    """JSON as text; an object if a client has decoded it."""
 
 
 class _CalledCustomTool(Struct):
@@ -81,11 +81,11 @@ class ChatMessage(Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     function_call: _CalledFunction | None = None
-    """OpenAI's older form of a call, to which a message of role `function` has the result."""
+    """OpenAI's older form of a call, whose result is a message of role `function`."""
     prefix: bool | None = None
-    """Of the last message, the assistant's: the reply goes on from its text."""
+    """Whether the reply continues the text of this last message, of the assistant."""
     audio: dict[str, Any] | None = None
-    """Refused: speech that was said is no text."""
+    """Speech, which is refused."""
     annotations: IgnoredParam = None
     cache_control: IgnoredParam = None
     images: IgnoredParam = None
@@ -179,22 +179,22 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     tools: Annotated[list[msgspec.Raw], Meta(extra={"items": _ChatTool})] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ToolChoiceObject | None = None
     functions: list[_FunctionSchema] | None = None
-    """OpenAI's older form of `tools`, which `function_call` chooses among."""
+    """OpenAI's older form of `tools`, with `function_call` as the choice."""
     function_call: Literal["none", "auto"] | _NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """SGLang's and vLLM's: variables of the template."""
+    """Variables of the template (SGLang, vLLM)."""
     reasoning_effort: Any = None
     reasoning: _Reasoning | None = None
-    """OpenRouter's name of it."""
+    """OpenRouter's form of the effort."""
     enable_thinking: bool | None = None
-    """Qwen's; `thinking` is DeepSeek's."""
+    """Qwen's parameter; `thinking` is DeepSeek's."""
     thinking: _Thinking | None = None
     continue_final_message: bool | None = None
-    """vLLM's: the reply goes on from the last message."""
+    """Whether the reply continues the last message (vLLM)."""
     add_generation_prompt: bool | None = None
-    """vLLM sets it to false beside `continue_final_message`."""
+    """vLLM's parameter, which is false together with `continue_final_message`."""
     metadata: IgnoredParam = None
     prediction: IgnoredParam = None
     prompt_cache_key: IgnoredParam = None
@@ -209,16 +209,16 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
         return not self.tools and (self.functions or self.function_call) is not None
 
     def get_custom_tool_names(self) -> frozenset[str]:
-        if not any(b'"custom"' in bytes(one) for one in self.tools or ()):
+        if not any(b'"custom"' in bytes(raw_tool) for raw_tool in self.tools or ()):
             return frozenset()
-        offered = [decode_json(one, _NamedToolOfKind) for one in self.tools or ()]
-        return frozenset(one.custom.name for one in offered if one.custom is not None)
+        tools = [decode_json(raw_tool, _NamedToolOfKind) for raw_tool in self.tools or ()]
+        return frozenset(tool.custom.name for tool in tools if tool.custom is not None)
 
 
 def _build_model_call(request: ChatRequest, session: Session, model: ServedModel) -> ModelCall:
     check_shared_params(request, model)
-    given = request.max_tokens, request.max_completion_tokens
-    if None not in given and given[0] != given[1]:
+    limits = request.max_tokens, request.max_completion_tokens
+    if None not in limits and limits[0] != limits[1]:
         raise ProxyRequestError(
             400,
             f"max_tokens {request.max_tokens} and max_completion_tokens "
@@ -250,7 +250,7 @@ def _build_model_call(request: ChatRequest, session: Session, model: ServedModel
 
 
 def _split_prefill(request: ChatRequest) -> tuple[str | None, list[ChatMessage]]:
-    """Split off a last message that the reply shall go on from."""
+    """Split off a last message that the reply shall continue."""
     last = request.messages[-1]
     if not (request.continue_final_message or last.prefix):
         if request.add_generation_prompt is False:
@@ -299,7 +299,7 @@ def normalize_message(message: ChatMessage, i: int) -> Message:
 
 
 def read_call(call: ToolCall, key: str) -> dict[str, Any]:
-    """The function that a call calls; a custom tool is a function of one text."""
+    """Return the name and arguments of a call; a custom tool is a function of one text."""
     if call.custom is not None:
         return {"name": call.custom.name, "arguments": encode_custom_input(call.custom.input)}
     if call.function is None:
@@ -328,26 +328,26 @@ def _read_tools(
         raise ProxyRequestError(400, problem, key="functions", hint="offer all as tools")
     if request.has_old_functions:
         tools = [
-            build_function_tool(one.name, one.description, one.parameters, one.strict)
-            for one in request.functions or ()
+            build_function_tool(f.name, f.description, f.parameters, f.strict)
+            for f in request.functions or ()
         ]
-        old = request.function_call
-        mode = old if isinstance(old, str) else None
-        name = old.name if isinstance(old, _NamedTool) else None
+        old_choice = request.function_call
+        mode = old_choice if isinstance(old_choice, str) else None
+        name = old_choice.name if isinstance(old_choice, _NamedTool) else None
         return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
     tools = build_tool_schemas(request.tools, ignored, dropped) if request.tools else []
     parallel = request.parallel_tool_calls is not False
     if not tools and request.tool_choice is None:
         return tools, ToolChoice("none", None, parallel)
-    asked, mode, name, allowed = request.tool_choice, None, None, list[str]()
-    if not isinstance(asked, _ToolChoiceObject):
-        mode = asked
-    elif asked.allowed_tools is not None:
-        listed = asked.allowed_tools.tools
-        allowed = [tool.name for one in listed if (tool := one.function or one.custom)]
-        mode = asked.allowed_tools.mode if allowed else "none"
-    elif named := asked.function or asked.custom:
-        name = named.name
+    choice, mode, name, allowed = request.tool_choice, None, None, list[str]()
+    if not isinstance(choice, _ToolChoiceObject):
+        mode = choice
+    elif choice.allowed_tools is not None:
+        items = choice.allowed_tools.tools
+        allowed = [tool.name for item in items if (tool := item.function or item.custom)]
+        mode = choice.allowed_tools.mode if allowed else "none"
+    elif chosen := choice.function or choice.custom:
+        name = chosen.name
     return tools, parse_tool_choice(
         model, tools, mode, name, parallel=parallel, allowed_names=allowed
     )
@@ -356,21 +356,21 @@ def _read_tools(
 def build_tool_schemas(
     raw_tools: Sequence[msgspec.Raw] | None, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
-    """The function schemas as the client wrote them, once they have been checked.
+    """Check the tools of a request; return the function schemas as the client wrote them.
 
     Hints in them are added to `ignored`, types of tools that are left out to `dropped`.
     """
     schemas, hints = list[dict[str, Any]](), set[str]()
-    for i, one in filter_out_hosted_tools(raw_tools or (), dropped):
-        if decode_request_json(one, TypedObject, f"tools[{i}]").type == "custom":
-            tool: _CustomToolSchema = decode_request_json(one, _CustomTool, f"tools[{i}]").custom
+    for i, raw in filter_out_hosted_tools(raw_tools or (), dropped):
+        if decode_request_json(raw, TypedObject, f"tools[{i}]").type == "custom":
+            tool: _CustomToolSchema = decode_request_json(raw, _CustomTool, f"tools[{i}]").custom
             form, grammar = CustomFormat(), tool.format.grammar
             if grammar is not None:
                 form = CustomFormat("grammar", grammar.syntax, grammar.definition)
             schemas.append(build_custom_tool_schema(tool.name, tool.description, form, hints))
         else:
-            decode_request_json(one, _ChatTool, f"tools[{i}]")
-            schemas.append(msgspec.json.decode(one))
+            decode_request_json(raw, _ChatTool, f"tools[{i}]")
+            schemas.append(msgspec.json.decode(raw))
     ignored += sorted(hints)
     return schemas
 
@@ -378,11 +378,11 @@ def build_tool_schemas(
 def _build_thinking_variables(
     request: ChatRequest, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
 
     def add(key: str, *, effort: Any = None, thinks: bool | None = None) -> None:
         if effort is not None or thinks is not None:
-            found.update(
+            variables.update(
                 build_reasoning_variables(model, key, ignored, effort=effort, thinks=thinks)
             )
 
@@ -394,7 +394,7 @@ def _build_thinking_variables(
         add("reasoning.enabled", thinks=request.reasoning.enabled)
     if request.thinking is not None:
         add("thinking", thinks=request.thinking.type != "disabled")
-    return found
+    return variables
 
 
 class _ChatExchange(ChoiceExchange):
@@ -408,21 +408,21 @@ class _ChatExchange(ChoiceExchange):
         self._has_old_functions = request.has_old_functions
         self._custom_tools = request.get_custom_tool_names()
         self._custom_calls: set[tuple[int, int]] = set()
-        """Choice and index of the calls of these that were begun."""
+        """Choice and index of the begun calls of custom tools."""
         self._begun: set[int] = set()
 
     def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
-        said = answer.said
-        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["content"] = said.text or None
+        content = answer.content
+        message: dict[str, Any] = {"role": "assistant", "content": content.text, "refusal": None}
+        if content.reasoning:
+            message["reasoning_content"] = content.reasoning
+        if content.calls:
+            message["content"] = content.text or None
             if self._has_old_functions:
-                first = said.calls[0]
+                first = content.calls[0]
                 message["function_call"] = {"name": first.name, "arguments": first.arguments}
             else:
-                message["tool_calls"] = [self._format_call(call) for call in said.calls]
+                message["tool_calls"] = [self._format_call(call) for call in content.calls]
         return {
             "index": answer.choice,
             "finish_reason": self._get_finish_reason(answer),
@@ -433,8 +433,8 @@ class _ChatExchange(ChoiceExchange):
 
     def _format_call(self, call: ReplyToolCall) -> dict[str, Any]:
         if call.name in self._custom_tools:
-            called = {"name": call.name, "input": read_custom_input(call.arguments)}
-            return {"id": call.call_id, "type": "custom", "custom": called}
+            custom = {"name": call.name, "input": read_custom_input(call.arguments)}
+            return {"id": call.call_id, "type": "custom", "custom": custom}
         return format_tool_call(call.call_id, call.name, call.arguments)
 
     def _get_finish_reason(self, answer: RecordedChoice) -> str:
@@ -442,14 +442,14 @@ class _ChatExchange(ChoiceExchange):
         return "function_call" if self._has_old_functions and reason == "tool_calls" else reason
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
-        said, chunks = delta.said, [self._format_first_chunk_once(delta.choice)]
-        logprobs = self._format_logprobs(delta.piece)
+        content, chunks = delta.content, [self._format_first_chunk_once(delta.choice)]
+        logprobs = self._format_logprobs(delta.tokens)
         logprobs = logprobs if logprobs and logprobs["content"] else None
-        if said.text or said.reasoning or logprobs:
-            fields = {"reasoning_content": said.reasoning, "content": said.text}
-            given = {name: text for name, text in fields.items() if text}
-            chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))
-        for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
+        if content.text or content.reasoning or logprobs:
+            texts = {"reasoning_content": content.reasoning, "content": content.text}
+            fields = {name: text for name, text in texts.items() if text}
+            chunks.append(self._format_chunk(delta.choice, fields, logprobs=logprobs))
+        for call in content.calls:  # one per chunk, as OpenAI does: some clients read no second
             if not self._is_custom_call(delta.choice, call):
                 chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
         return b"".join(chunks)
@@ -461,7 +461,7 @@ class _ChatExchange(ChoiceExchange):
 
     def _format_call_delta(self, call: ReplyToolCall) -> dict[str, Any]:
         part: dict[str, Any] = {"function": {"arguments": call.arguments}}
-        if call.call_id:  # the first part of it
+        if call.call_id:  # the first part of the call
             part = self._format_call(call)
         if self._has_old_functions:
             return {"function_call": part["function"]}
@@ -471,7 +471,7 @@ class _ChatExchange(ChoiceExchange):
         ids = self.build_token_id_fields(answer)
         choice = {"index": answer.choice, "delta": {}, "logprobs": None, **ids}
         chunks = [self._format_first_chunk_once(answer.choice)]
-        for call in answer.said.calls:
+        for call in answer.content.calls:
             if call.name in self._custom_tools:
                 chunks.append(self._format_chunk(answer.choice, self._format_call_delta(call)))
         end = self.format_event({**choice, "finish_reason": self._get_finish_reason(answer)})

@@ -1,7 +1,7 @@
-"""OpenAI legacy Completions.
+"""Dialect of OpenAI's legacy Completions.
 
-The prompt is text or token ids and is read as it is; one prompt a request. Without `max_tokens` the
-session's own limit holds.
+A request has one prompt, of text or token ids, which the model reads without a chat template.
+Without `max_tokens` the session's limit applies.
 """
 
 from collections import Counter
@@ -74,7 +74,7 @@ def _read_prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]
         return prompt
     if any(isinstance(part, str | list) for part in prompt):
         raise ProxyRequestError(400, "only one prompt per request is supported", key="prompt")
-    if len(prompt) > model.context_tokens:  # before each is looked at
+    if len(prompt) > model.context_tokens:  # before the loops over all parts
         raise PromptTooLongError(len(prompt), model.context_tokens, "prompt")
     if any(type(part) is not int for part in prompt):
         raise ProxyRequestError(400, "prompt must be a string or a list of token ids", key="prompt")
@@ -88,16 +88,16 @@ class _CompletionExchange(ChoiceExchange):
         super().__init__(request, call, session, model, "cmpl-", "text_completion")
         self._with_logprobs = request.logprobs is not None
         self._token_chars: Counter[int] = Counter()
-        """Characters of the tokens that were told, by choice."""
+        """Number of characters of the tokens that were sent, by choice."""
 
     def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
         logprobs = self._format_logprobs(answer.generation, answer.choice)
-        choice = _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
+        choice = _format_choice(answer.choice, answer.content.text, logprobs, answer.finish_reason)
         return {**choice, **self.build_token_id_fields(answer)}
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
-        logprobs = self._format_logprobs(delta.piece, delta.choice)
-        return self.format_event(_format_choice(delta.choice, delta.said.text, logprobs, None))
+        logprobs = self._format_logprobs(delta.tokens, delta.choice)
+        return self.format_event(_format_choice(delta.choice, delta.content.text, logprobs, None))
 
     def format_choice_end(self, answer: RecordedChoice) -> bytes:
         choice = _format_choice(answer.choice, "", None, answer.finish_reason)
@@ -117,7 +117,7 @@ class _CompletionExchange(ChoiceExchange):
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [
-                {one["token"]: one["logprob"] for one in (token, *token["top_logprobs"])}
+                {item["token"]: item["logprob"] for item in (token, *token["top_logprobs"])}
                 for token in tokens
             ],
             "text_offset": offsets,

@@ -1,4 +1,4 @@
-"""Interface of a dialect, as the routes use it; a reply as a sequence of blocks."""
+"""Interface of a dialect to the routes, and the division of a reply into blocks."""
 
 import time
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from areal_hpc.proxy.sessions.store import Session
 
 
 class Exchange(ABC):
-    """A request that has been understood, and how it is answered."""
+    """Decoded request of a dialect, which formats its answer."""
 
     stream_media_type: str = "text/event-stream"
     ping_event: ClassVar[bytes] = b": ping\n\n"
-    """Sent in a long silence; at least a comment."""
+    """Event for a long silence; at least a comment."""
 
     def __init__(
         self, call: ModelCall, model: ServedModel, id_prefix: str, streams: bool | None
@@ -41,7 +41,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
-        """Server-sent events of the reply. What tells an end comes after its journal record."""
+        """Yield the reply's server-sent events; that of an end comes after its journal record."""
 
     def format_ping(self) -> bytes:
         return self.ping_event
@@ -58,7 +58,8 @@ ErrorFormatter = Callable[[ProxyRequestError], bytes]
 class Dialect:
     request: type[msgspec.Struct]
     read: Callable[[Any, Session, ServedModel], Exchange]
-    """Raises `ProxyRequestError`: 400, naming the parameter that is wrong or cannot be honored."""
+    """Builder of the exchange. It raises `ProxyRequestError` 400 with the name of a parameter that
+    is wrong or cannot be honored."""
     error_formatter: ErrorFormatter
 
 
@@ -75,27 +76,27 @@ class ContentBlock:
     index: int
     kind: BlockKind
     text: str = ""
-    """For a call, its arguments: JSON as the model wrote it."""
+    """Text; of a call its arguments, JSON as the model wrote it."""
     name: str = ""
-    """The tool that is called."""
+    """Name of the called tool."""
     call_id: str = ""
 
 
 BlockChange = tuple[Literal["begin", "add", "end"], ContentBlock, str]
-"""What happens to a block; the text is what `add` appends."""
+"""Change of a block, with the text that `add` appends."""
 
 
 class BlockSplitter:
-    """Cuts a reply into blocks as it comes: reasoning, text, then one for each call.
+    """Incremental division of a reply into blocks: reasoning, text, then one for each call.
 
-    White space alone is no text next to calls. A reply without text or calls has an empty text.
+    Beside calls, white space alone makes no text block. Without text or calls the text is empty.
     """
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
         self._open: ContentBlock | None = None
         self._held = ""
-        """White space before any text."""
+        """Leading white space that is held back."""
 
     def add_delta(self, delta: ReplyContent) -> Iterator[BlockChange]:
         if delta.reasoning:
@@ -132,7 +133,7 @@ class BlockSplitter:
 
 
 def split_into_blocks(reply: ReplyContent) -> list[ContentBlock]:
-    reader = BlockSplitter()
-    for _ in (*reader.add_delta(reply), *reader.finish()):
+    splitter = BlockSplitter()
+    for _ in (*splitter.add_delta(reply), *splitter.finish()):
         pass
-    return reader.blocks
+    return splitter.blocks

@@ -1,7 +1,7 @@
-"""Google's generateContent requests: contents, tools, sampling, and the model call they become.
+"""Requests of Google's generateContent: contents, tools and sampling become a model call.
 
-A reply comes back as the contents of its chunks, one after the other; together they are one message
-of the assistant, as it was when the model said it.
+A client sends a streamed reply back as the contents of its chunks, one after the other. They are
+joined to one message of the assistant, which equals the recorded reply.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ class _FunctionResponse(Struct):
 
 class Part(Struct, rename="camel", forbid_unknown_fields=True):
     drops_unknown: ClassVar[bool] = True
-    """Members that SDKs hand back with a part are not counted."""
+    """Whether to ignore unknown members, which SDKs send back with a part, without a count."""
 
     text: str | None = None
     thought: bool | None = None
@@ -100,7 +100,7 @@ def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
             key=f"contents[{len(contents) - 1}]",
         )
     calls = _UnansweredCalls()
-    for is_model, group in groupby(enumerate(contents), lambda one: one[1].role == "model"):
+    for is_model, group in groupby(enumerate(contents), lambda pair: pair[1].role == "model"):
         turns = [(f"contents[{i}]", content.listed_parts) for i, content in group]
         if is_model:
             yield normalize_chat_message(_build_assistant_message(turns, calls))
@@ -120,10 +120,10 @@ class _UnansweredCalls:
         return call_id
 
     def pop_answered_call_id(self, response: _FunctionResponse) -> str:
-        same_id = [one for one in self._open if one[0] == response.id]
-        for one in same_id or [one for one in self._open if one[1] == response.name]:
-            self._open.remove(one)
-            return one[0]
+        same_id = [call for call in self._open if call[0] == response.id]
+        for call in same_id or [call for call in self._open if call[1] == response.name]:
+            self._open.remove(call)
+            return call[0]
         return response.id or self._make_call_id()  # its call is no longer in the history
 
     def _make_call_id(self) -> str:
@@ -134,7 +134,7 @@ class _UnansweredCalls:
 def _build_assistant_message(
     turns: Sequence[tuple[str, Sequence[Part]]], calls: _UnansweredCalls
 ) -> Message:
-    text, reasoning, called = "", "", []
+    text, reasoning, tool_calls = "", "", []
     for key, parts in turns:
         for j, part in enumerate(parts):
             _refuse_unreadable_part(part, f"{key}.parts[{j}]")
@@ -148,8 +148,8 @@ def _build_assistant_message(
             if part.function_call is not None:
                 call = part.function_call
                 call_id = calls.add(call)
-                called.append(format_tool_call(call_id, call.name, call.args or {}))
-    fields = {"reasoning_content": reasoning or None, "tool_calls": called}
+                tool_calls.append(format_tool_call(call_id, call.name, call.args or {}))
+    fields = {"reasoning_content": reasoning or None, "tool_calls": tool_calls}
     return {"role": "assistant", "content": text, **fields}
 
 
@@ -179,8 +179,8 @@ def _refuse_unreadable_part(part: Part, key: str) -> None:
     if part.function_response is not None and part.function_response.parts:
         problem = "the model reads text alone"
         raise ProxyRequestError(400, problem, key=f"{key}.functionResponse.parts")
-    read = (part.text, part.function_call, part.function_response, part.thought_signature)
-    if all(one is None for one in read):
+    readable = (part.text, part.function_call, part.function_response, part.thought_signature)
+    if all(value is None for value in readable):
         problem = "expected a part with text, functionCall or functionResponse"
         raise ProxyRequestError(400, problem, key=key)
 
@@ -188,7 +188,7 @@ def _refuse_unreadable_part(part: Part, key: str) -> None:
 def _read_response_text(response: dict[str, Any]) -> str:
     if [*response] == ["output"]:
         return write_json_text(response["output"])
-    if [*response] == ["error"]:  # templates have no mark for a failure, so the text says it
+    if [*response] == ["error"]:  # templates have no mark for a failure, so the text has it
         text = write_json_text(response["error"])
         return text if "error" in text.lower() else f"Error: {text}"
     return write_json_text(response)
@@ -204,14 +204,14 @@ class _FunctionDeclaration(Struct, rename="camel", forbid_unknown_fields=True):
     parameters_json_schema: dict[str, Any] | None = None
     behavior: IgnoredParam = None
     response: IgnoredParam = None
-    """The model is told what a function takes, not what it gives back."""
+    """Schema of the result, which prompts do not contain."""
     response_json_schema: IgnoredParam = None
 
 
 class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
-    """Functions, or tools of other kinds, which only Google's servers or models know.
+    """Functions, or a tool of another kind, which only Google's servers or models have.
 
-    Those are left out beside functions: agents offer them by themselves.
+    Such tools are left out if there are functions: agents offer them unasked.
     """
 
     function_declarations: list[msgspec.Raw] | None = None
@@ -245,25 +245,25 @@ def _parse_tools(
     functions: list[dict[str, Any]] = []
     hosted: dict[str, str] = {}
     hints: set[str] = set()
-    for i, one in enumerate(raw_tools):
+    for i, raw in enumerate(raw_tools):
         key = f"tools[{i}]"
-        tool: _Tool = decode_request_json(one, _Tool, key, ignored)
+        tool: _Tool = decode_request_json(raw, _Tool, key, ignored)
         _, *others = zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True)
-        given = [wire_name for name, wire_name in others if getattr(tool, name) is not None]
-        hosted |= {name: f"{key}.{name}" for name in given}
+        names = [wire_name for name, wire_name in others if getattr(tool, name) is not None]
+        hosted |= {name: f"{key}.{name}" for name in names}
         for j, declared in enumerate(tool.function_declarations or ()):
-            place = f"{key}.functionDeclarations[{j}]"
+            path = f"{key}.functionDeclarations[{j}]"
             function: _FunctionDeclaration = decode_request_json(
-                declared, _FunctionDeclaration, place, ignored
+                declared, _FunctionDeclaration, path, ignored
             )
             hints.update(list_ignored_params(function, "tools[].functionDeclarations[]."))
-            given_schemas = function.parameters, function.parameters_json_schema
-            schema = _convert_schema(*given_schemas, f"{place}.parameters", "parametersJsonSchema")
+            schemas = function.parameters, function.parameters_json_schema
+            schema = _convert_schema(*schemas, f"{path}.parameters", "parametersJsonSchema")
             functions.append(build_function_tool(function.name, function.description, schema, None))
     if hosted and not functions:
-        name, place = next(iter(hosted.items()))
+        name, path = next(iter(hosted.items()))
         hint = "declare a function that the agent runs"
-        raise ProxyRequestError(400, f"{name} is run by Google's servers", key=place, hint=hint)
+        raise ProxyRequestError(400, f"{name} is run by Google's servers", key=path, hint=hint)
     ignored += sorted(hints)
     dropped += sorted(hosted)
     return functions
@@ -296,8 +296,8 @@ def _read_tool_choice(
         raise ProxyRequestError(400, problem, key=f"{_CHOICE_KEY}.allowedFunctionNames")
     mode = {"ANY": "required", "NONE": "none"}.get(config.mode, "auto")
     choice = parse_tool_choice(model, tools, mode, None, parallel=True, allowed_names=names)
-    follows = config.mode in ("ANY", "VALIDATED")
-    return msgspec.structs.replace(choice, follows_schemas=follows)
+    follows_schemas = config.mode in ("ANY", "VALIDATED")
+    return msgspec.structs.replace(choice, follows_schemas=follows_schemas)
 
 
 _CONFIG_KEY = "generationConfig"
@@ -314,7 +314,7 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: Annotated[float, Meta(ge=-1, le=MAX_TOP_K)] | None = None
-    """A whole number, which the Python SDK sends as a float."""
+    """Whole number, which the Python SDK sends as a float."""
     candidate_count: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_output_tokens: PositiveParam | None = None
     stop_sequences: list[str] | None = None
@@ -364,7 +364,7 @@ class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True,
 
 
 class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
-    """The body of POST models/{model}:countTokens: contents, or all of a request."""
+    """Body of POST models/{model}:countTokens: contents, or a whole request."""
 
     contents: list[Content] | Content | None = None
     generate_content_request: GenerateContentRequest | None = None
@@ -399,8 +399,8 @@ def build_model_call(
     contents = request.contents if isinstance(request.contents, list) else [request.contents]
     if not contents:
         raise ProxyRequestError(400, "contents is empty", key="contents")
-    raw = request.tools if isinstance(request.tools, list) else [request.tools]
-    tools = _parse_tools([one for one in raw if one is not None], ignored, dropped)
+    raw_tools = request.tools if isinstance(request.tools, list) else [request.tools]
+    tools = _parse_tools([raw for raw in raw_tools if raw is not None], ignored, dropped)
     choice = _read_tool_choice(request.tool_config, tools, model)
     top_k = fill_default(config.top_k, defaults.top_k) or -1
     return ModelCall(
@@ -463,23 +463,23 @@ def _build_thinking_variables(
         variables = build_reasoning_variables(model, f"{key}.thinkingLevel", ignored, effort=level)
     budget = thinking_config.thinking_budget
     if budget is not None and budget >= 0:
-        unheard: list[str] = []
+        without_effect: list[str] = []
         name, thinks = f"{key}.thinkingBudget", budget > 0
-        variables |= build_reasoning_variables(model, name, unheard, thinks=thinks)
-        ignored += [name] if thinks else unheard  # as Anthropic's, more than none is a target
+        variables |= build_reasoning_variables(model, name, without_effect, thinks=thinks)
+        ignored += [name] if thinks else without_effect  # a budget above 0 is only a target
     return variables or None
 
 
 def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[str, Any]:
-    given = config.response_schema, config.response_json_schema
-    built = _convert_schema(*given, f"{_CONFIG_KEY}.responseSchema", "responseJsonSchema")
-    has_schema = given != (None, None)
+    schemas = config.response_schema, config.response_json_schema
+    schema = _convert_schema(*schemas, f"{_CONFIG_KEY}.responseSchema", "responseJsonSchema")
+    has_schema = schemas != (None, None)
     kind = config.response_mime_type or ("application/json" if has_schema else "text/plain")
-    if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
+    if kind == "text/x.enum" and isinstance(values := (schema or {}).get("enum"), list) and values:
         grammar = write_choice_grammar(map(str, values))
         return {} if tool_choice.must_call else {"ebnf": grammar}
     if kind == "application/json":
-        return {"json_schema": encode_text_schema(built or _OBJECT_OR_ARRAY_SCHEMA, tool_choice)}
+        return {"json_schema": encode_text_schema(schema or _OBJECT_OR_ARRAY_SCHEMA, tool_choice)}
     if kind != "text/plain" or has_schema:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
         raise ProxyRequestError(

@@ -1,4 +1,4 @@
-"""Google's generateContent replies, whole or streamed; its errors and lists of models."""
+"""Replies of Google's generateContent, whole or streamed, its errors and its model cards."""
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
 Delivery = Literal["whole", "events", "array"]
-"""One body; server-sent events; or the elements of a JSON array, as they come."""
+"""Form of a reply: one body, server-sent events, or a JSON array whose elements are streamed."""
 
 _FINISH_REASONS = {"stop": "STOP", "length": "MAX_TOKENS"}
 _STATUS_BY_CODE = {
@@ -33,7 +33,7 @@ _STATUS_BY_CODE = {
 
 class GenerateContentExchange(Exchange):
     ping_event = b"\r\n"
-    """An empty line. The Python SDK takes a comment for the beginning of an error."""
+    """Empty line, because the Python SDK takes a comment for the beginning of an error."""
 
     def __init__(
         self,
@@ -52,36 +52,35 @@ class GenerateContentExchange(Exchange):
         self._shows_thoughts = thinking is not None and bool(thinking.include_thoughts)
         self._with_logprobs = bool(config.response_logprobs)
         self._sent = 0
-        """Elements of the stream."""
+        """Number of elements of the stream that were sent."""
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         candidates = []
         for answer in answers:
-            reader = BlockSplitter()
-            parts = self._build_parts((*reader.add_delta(answer.said), *reader.finish()))
-            said = self._build_candidate_content(answer.choice, parts, answer.generation)
-            candidates.append(said | self._build_candidate_end(answer))
+            splitter = BlockSplitter()
+            parts = self._build_parts((*splitter.add_delta(answer.content), *splitter.finish()))
+            candidate = self._build_candidate_content(answer.choice, parts, answer.generation)
+            candidates.append(candidate | self._build_candidate_end(answer))
         return msgspec.json.encode(self._build_response(candidates, self._format_usage(answers)))
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
-        """Each chunk has parts: clients do not keep a turn of which one has none."""
-        readers = [BlockSplitter() for _ in range(reply_stream.choices)]
+        """Yield chunks with parts in each: clients drop a turn in which one has none."""
+        splitters = [BlockSplitter() for _ in range(reply_stream.choices)]
         answers: list[RecordedChoice] = []
-        async for happened in reply_stream:
-            reader = readers[happened.choice]
-            if isinstance(happened, ReplyChunk):
-                parts = self._build_parts(reader.add_delta(happened.said))
-                if parts or (self._with_logprobs and happened.piece.output_ids):
-                    said = self._build_candidate_content(happened.choice, parts, happened.piece)
-                    yield self._format_stream_element(self._build_response([said]))
+        async for event in reply_stream:
+            splitter = splitters[event.choice]
+            if isinstance(event, ReplyChunk):
+                parts = self._build_parts(splitter.add_delta(event.content))
+                if parts or (self._with_logprobs and event.tokens.output_ids):
+                    candidate = self._build_candidate_content(event.choice, parts, event.tokens)
+                    yield self._format_stream_element(self._build_response([candidate]))
                 continue
-            answers.append(happened)
-            parts = self._build_parts(reader.finish())
-            said = self._build_candidate_content(
-                happened.choice, parts
-            ) | self._build_candidate_end(happened)
+            answers.append(event)
+            parts = self._build_parts(splitter.finish())
+            candidate = self._build_candidate_content(event.choice, parts)
+            candidate |= self._build_candidate_end(event)
             usage = self._format_usage(answers) if len(answers) == reply_stream.choices else None
-            yield self._format_stream_element(self._build_response([said], usage))
+            yield self._format_stream_element(self._build_response([candidate], usage))
         if self._is_array:
             yield b"]"
 
@@ -101,11 +100,11 @@ class GenerateContentExchange(Exchange):
         self, candidates: Sequence[dict[str, Any]], usage: dict[str, int] | None = None
     ) -> dict[str, Any]:
         frame = {"modelVersion": self.model.name, "responseId": self.answer_id}
-        counted = {"usageMetadata": usage} if usage is not None else {}
-        return {"candidates": candidates, **counted, **frame}
+        metadata = {"usageMetadata": usage} if usage is not None else {}
+        return {"candidates": candidates, **metadata, **frame}
 
     def _build_parts(self, changes: Iterable[BlockChange]) -> list[dict[str, Any]]:
-        """Build parts of changed blocks. A call comes once it is whole: its arguments are JSON."""
+        """Build parts of changed blocks. A call is sent when it is complete, as an object."""
         parts: list[dict[str, Any]] = []
         for kind, block, text in changes:
             if kind == "end" and block.kind == "call":
@@ -143,8 +142,8 @@ class GenerateContentExchange(Exchange):
         return {
             "chosenCandidates": [self._format_token(token, logprob) for token, logprob in chosen],
             "topCandidates": [
-                {"candidates": [self._format_token(token, logprob) for logprob, token, _ in one]}
-                for one in (top or () for top in tops)
+                {"candidates": [self._format_token(token, logprob) for logprob, token, _ in top]}
+                for top in (candidates or () for candidates in tops)
             ],
         }
 
@@ -154,18 +153,19 @@ class GenerateContentExchange(Exchange):
 
     def _format_usage(self, answers: Sequence[RecordedChoice]) -> dict[str, int]:
         prompt = answers[0].interaction.prompt_tokens
-        said = sum(len(answer.generation.output_ids) for answer in answers)
+        sampled = sum(len(answer.generation.output_ids) for answer in answers)
+        encode = self.model.encoder.encode
         thoughts = sum(
-            min(len(self.model.encoder.encode(one.said.reasoning)), len(one.generation.output_ids))
-            for one in answers
-            if one.said.reasoning
+            min(len(encode(answer.content.reasoning)), len(answer.generation.output_ids))
+            for answer in answers
+            if answer.content.reasoning
         )
         return {
             "promptTokenCount": prompt,
-            "candidatesTokenCount": said - thoughts,
+            "candidatesTokenCount": sampled - thoughts,
             "thoughtsTokenCount": thoughts,
             "cachedContentTokenCount": answers[0].generation.cached_tokens,
-            "totalTokenCount": prompt + said,
+            "totalTokenCount": prompt + sampled,
         }
 
 
@@ -173,8 +173,8 @@ def _build_part(block: ContentBlock) -> dict[str, Any]:
     arguments = block.text or "{}"
     if decode_arguments(arguments) is None:
         return {"text": format_call_as_text(block.name, block.text)}
-    called = {"id": block.call_id, "name": block.name, "args": msgspec.Raw(arguments.encode())}
-    return {"functionCall": called}
+    call = {"id": block.call_id, "name": block.name, "args": msgspec.Raw(arguments.encode())}
+    return {"functionCall": call}
 
 
 def _build_error_status(refusal: ProxyRequestError) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _build_error_status(refusal: ProxyRequestError) -> dict[str, Any]:
     status = _STATUS_BY_CODE.get(refusal.status, default)
     problem = refusal.message
     message = f"{refusal.param}: {problem}" if refusal.param else problem
-    if isinstance(refusal, PromptTooLongError):  # clients know it by these words
+    if isinstance(refusal, PromptTooLongError):  # clients look for these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
         message = problem = (
             f"The input token count ({refusal.prompt_tokens}) exceeds the maximum number of "

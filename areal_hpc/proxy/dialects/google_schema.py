@@ -1,7 +1,7 @@
-"""Google's schemas as JSON schemas.
+"""Conversion of Google's schemas to JSON schemas.
 
-They have types in upper case and `nullable`, and names in camel or in snake case. A JSON schema
-stays what it is, but for types in upper case, which clients write there too.
+Google's schemas have types in upper case, `nullable`, and names in camel or snake case. A JSON
+schema stays unchanged, but for types in upper case, which clients write there too.
 """
 
 import re
@@ -27,7 +27,7 @@ _CAMEL_CASE_BY_SNAKE: dict[str, str] = {
 _COUNT_KEYS = frozenset(
     name for name in _CAMEL_CASE_BY_SNAKE.values() if name[:3] in ("min", "max")
 )
-"""64-bit integers, which Google's JSON writes as texts."""
+"""Keys of 64-bit integers, which Google's JSON writes as texts."""
 _COUNT_PATTERN = re.compile(r"[0-9]{1,19}")
 _SUBSCHEMA_KEYS = frozenset(
     {"items", "additionalProperties", "not", "contains", "if", "then", "else"}
@@ -42,19 +42,19 @@ def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
     if depth > MAX_SCHEMA_DEPTH:
         raise ProxyRequestError(400, f"schemas nest deeper than {MAX_SCHEMA_DEPTH}", key=key)
 
-    def convert(below: Any) -> Any:
-        return convert_to_json_schema(below, key, depth + 1)
+    def convert(subschema: Any) -> Any:
+        return convert_to_json_schema(subschema, key, depth + 1)
 
-    built: dict[str, Any] = {}
-    given: str
-    for given, value in schema.items():
-        name = _CAMEL_CASE_BY_SNAKE.get(given, given)
+    converted: dict[str, Any] = {}
+    original: str
+    for original, value in schema.items():
+        name = _CAMEL_CASE_BY_SNAKE.get(original, original)
         if name in _SUBSCHEMA_KEYS:
             value = [*map(convert, value)] if isinstance(value, list) else convert(value)
         elif name in _SUBSCHEMA_LIST_KEYS and isinstance(value, list):
             value = [*map(convert, value)]
         elif name in _SUBSCHEMA_MAP_KEYS and isinstance(value, dict):
-            value = {own: convert(below) for own, below in value.items()}
+            value = {member: convert(subschema) for member, subschema in value.items()}
         elif name in _COUNT_KEYS and isinstance(value, str) and _COUNT_PATTERN.fullmatch(value):
             value = int(value)
         elif name == "type":
@@ -63,8 +63,8 @@ def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
                 if isinstance(value, list)
                 else _lower_type_name(value)
             )
-        built[name] = value
-    return _replace_keys_only_google_has(built)
+        converted[name] = value
+    return _replace_google_keys(converted)
 
 
 def _lower_type_name(kind: Any) -> Any:
@@ -72,15 +72,15 @@ def _lower_type_name(kind: Any) -> Any:
     return lower if lower in _JSON_SCHEMA_TYPES else kind
 
 
-def _replace_keys_only_google_has(schema: dict[str, Any]) -> dict[str, Any]:
+def _replace_google_keys(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type") == "TYPE_UNSPECIFIED":
         del schema["type"]
     if schema.get("format") == "enum":
         del schema["format"]
     ordering, properties = schema.pop("propertyOrdering", None), schema.get("properties")
     if isinstance(ordering, list) and isinstance(properties, dict):
-        named = (one for one in ordering if isinstance(one, str))
-        first = {name: properties[name] for name in named if name in properties}
+        names = (item for item in ordering if isinstance(item, str))
+        first = {name: properties[name] for name in names if name in properties}
         schema["properties"] = {**first, **properties}
     if schema.pop("nullable", None) is not True:
         return schema

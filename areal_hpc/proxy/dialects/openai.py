@@ -1,6 +1,6 @@
-"""OpenAI's chat completions and completions: their sampling parameters, choices, usage, errors.
+"""Common part of OpenAI's Chat Completions and Completions: sampling, choices, usage, errors.
 
-The parameters are OpenAI's with SGLang's and vLLM's extensions.
+The sampling parameters are OpenAI's with SGLang's and vLLM's extensions.
 """
 
 from abc import abstractmethod
@@ -112,8 +112,8 @@ def check_shared_params(request: SharedCompletionParams, model: ServedModel) -> 
 
 
 def list_all_ignored_params(request: SharedCompletionParams) -> list[str]:
-    pointless = ["stream_options"] if request.stream_options and not request.stream else []
-    return [*list_ignored_params(request), *pointless]
+    more = ["stream_options"] if request.stream_options and not request.stream else []
+    return [*list_ignored_params(request), *more]
 
 
 def build_sampling_params(
@@ -143,32 +143,32 @@ def build_sampling_params(
 
 
 _VLLM_GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "ebnf", "grammar": "ebnf"}
-"""vLLM's names, alone and after `guided_`, with SGLang's."""
+"""SGLang's names of grammars by vLLM's, which stand alone or after `guided_`."""
 
 
 def _read_grammar(request: SharedCompletionParams, tool_choice: ToolChoice) -> dict[str, Any]:
     form, vllm = request.response_format, request.structured_outputs
     schema = None
     if form is not None and form.type != "text":
-        asked = form.json_schema.schema if form.json_schema else {"type": "object"}
-        schema = encode_text_schema(asked, tool_choice)
-    found: list[tuple[str, str, Any]] = [
+        raw_schema = form.json_schema.schema if form.json_schema else {"type": "object"}
+        schema = encode_text_schema(raw_schema, tool_choice)
+    params: list[tuple[str, str, Any]] = [
         ("response_format", "json_schema", schema),
         ("regex", "regex", request.regex),
         ("ebnf", "ebnf", request.ebnf),
     ]
     for name, kind in _VLLM_GRAMMARS.items():
-        found.append((f"guided_{name}", kind, getattr(request, f"guided_{name}")))
+        params.append((f"guided_{name}", kind, getattr(request, f"guided_{name}")))
         if vllm is not None:
-            found.append((f"structured_outputs.{name}", kind, getattr(vllm, name)))
-    given = [one for one in found if one[2] is not None and one[2] != []]
-    names = [name for name, _, _ in given]
+            params.append((f"structured_outputs.{name}", kind, getattr(vllm, name)))
+    grammars = [param for param in params if param[2] is not None and param[2] != []]
+    names = [name for name, _, _ in grammars]
     if len(names) > 1 or (names and tool_choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
         raise ProxyRequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
     return {
         kind: write_choice_grammar(value) if isinstance(value, list) else write_json_text(value)
-        for _, kind, value in given
+        for _, kind, value in grammars
     }
 
 
@@ -214,7 +214,7 @@ class ChoiceExchange(Exchange):
             "created": self.created_at,
             "model": model.name,
         }
-        """Fields with which the reply, or each chunk of it, begins."""
+        """First fields of the reply, or of each chunk of it."""
 
     @abstractmethod
     def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
@@ -229,17 +229,17 @@ class ChoiceExchange(Exchange):
         pass
 
     def build_token_id_fields(self, answer: RecordedChoice) -> dict[str, Any]:
-        """The token ids of prompt and reply, if they were asked for, under vLLM's names."""
+        """Return the token ids of prompt and reply under vLLM's names, if they were requested."""
         if not self._has_ids:
             return {}
-        one = answer.interaction
-        parent = self._tree[one.parent_id] if one.parent_id is not None else None
-        new_ids_json_inside = format_ids_as_json_inside(unpack_ids(one.new_ids).tolist())
+        call = answer.interaction
+        parent = self._tree[call.parent_id] if call.parent_id is not None else None
+        new_ids_json_inside = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
         prompt = (
             b"[" + self._tree.build_sequence_ids_json_inside(parent, new_ids_json_inside) + b"]"
         )
-        said = answer.generation.output_ids
-        return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": said}
+        output_ids = answer.generation.output_ids
+        return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": output_ids}
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         choices = [self.format_choice(answer) for answer in answers]
@@ -249,12 +249,12 @@ class ChoiceExchange(Exchange):
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         answers: list[RecordedChoice] = []
-        async for happened in reply_stream:
-            if isinstance(happened, ReplyChunk):
-                yield self.format_delta(happened)
+        async for event in reply_stream:
+            if isinstance(event, ReplyChunk):
+                yield self.format_delta(event)
             else:
-                answers.append(happened)
-                yield self.format_choice_end(happened)
+                answers.append(event)
+                yield self.format_choice_end(event)
         usage = self.format_event(usage=format_usage(answers)) if self._counts_usage else b""
         yield usage + DONE_EVENT
 
@@ -280,9 +280,9 @@ def format_usage(answers: Sequence[RecordedChoice]) -> dict[str, Any]:
 def format_logprobs(
     generated: Generation | TokenChunk, encoder: TokenEncoder
 ) -> list[dict[str, Any]]:
-    """Token, log-probability, bytes and likeliest alternatives of each token.
+    """Format token, log-probability, bytes and likeliest alternatives of each token.
 
-    They join to the text: the stop token, which is none of it, is left out as in OpenAI's.
+    The stop token is left out as in OpenAI's replies, because it is not part of the text.
     """
     tops: Iterable[TopLogprobs] = generated.top_logprobs or [None] * len(generated.output_ids)
     tokens = [*zip(generated.output_ids, generated.logprobs, tops, strict=True)]

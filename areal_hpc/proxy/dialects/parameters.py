@@ -1,16 +1,15 @@
-"""Parameters that a request has besides those that are used: without effect, or refused by name.
+"""Parameters of requests that are not used: accepted without effect, or refused by name.
 
 Clients add fields with every release. Most are hints to a provider: how hard to think, what to
-cache, which tier to bill. A hint changes neither how the model samples nor what is said, so it is
-accepted whatever its value, and counted: one that a dialect declares, as a field of type
-`IgnoredParam`, and one that it does not know. (Such fields in messages and items are what SDKs hand
-back of a reply; they are not counted.)
+cache, which tier to bill. A hint changes neither the sampling nor the reply. So any value of it is
+accepted and counted: of hints that a dialect declares, as a field of type `IgnoredParam`, and of
+unknown ones. (Such fields in messages and items are not counted: SDKs copy them from replies.)
 
-What would change the reply and cannot be honored is refused, with a way out: names in a request's
-class attribute `refused`, names by which other engines sample, and what looks like a parameter that
-is used. A value that asks for nothing is never refused, and null stands for absence.
+A parameter that would change the reply and cannot be honored is refused, with a way out: names in
+the class attribute `refused` of a request, sampling parameters of other engines, and names that
+resemble a used parameter. A value that requests nothing is never refused; null counts as absent.
 
-Schemas and the arguments of tools are a client's own data: nothing in them is looked at.
+Schemas and the arguments of tools are the client's own data and are not checked.
 """
 
 import difflib
@@ -28,20 +27,20 @@ from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.wire.decoding import decode_json
 
 MAX_REWRITTEN_OBJECTS = 12_500
-"""In one request. Each takes the loop about 12 microseconds; an item of a list half of that."""
+"""Limit per request. Each object takes about 12 microseconds, an item of a list half of that."""
 MAX_UNKNOWN_PARAMS = 100
-"""Different ones in a request: it is told of each, and each is counted."""
+"""Different unknown parameters of a request, each of which is logged and counted."""
 _MAX_HARMLESS_BYTES = 16
 _MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 get_type_info = cache(inspect.type_info)
 
 IgnoredParam = Annotated[Any, Meta(description="Accepted without effect.", extra={"hint": True})]
-"""Any value, and None when it is not given."""
+"""Type of a hint: any value, or None if it is absent."""
 
 
 def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
-    """Names of the hints in a request, or in the object within it that stands under `prefix`."""
+    """Yield the names of the hints in a request, or in the object in it named by `prefix`."""
     for name, encode_name, is_hint in _list_hint_fields(type(request)):
         value = getattr(request, name)
         if value is None:
@@ -56,11 +55,11 @@ def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
 def _list_hint_fields(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
     declared = inspect.type_info(struct_type)
     assert isinstance(declared, inspect.StructType)
-    fields = [(one, is_ignored_param(one.type)) for one in declared.fields]
+    fields = [(field, is_ignored_param(field.type)) for field in declared.fields]
     return [
-        (one.name, one.encode_name, is_hint)
-        for one, is_hint in fields
-        if is_hint or list_struct_types(one.type)
+        (field.name, field.encode_name, is_hint)
+        for field, is_hint in fields
+        if is_hint or list_struct_types(field.type)
     ]
 
 
@@ -74,11 +73,11 @@ EMPTY_VALUES_OR_ONE = (*EMPTY_VALUES, 1)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a parameter is refused, as the way out of it."""
+    """Refusal of a parameter, with the way out for its client."""
 
     way_out: str
     harmless: tuple[Any, ...] = EMPTY_VALUES
-    """Values that ask for nothing, or for what is done anyway."""
+    """Values that are accepted because they request nothing, or the standard behavior."""
 
 
 _BY_ENGINE = "the engine samples by temperature, top_p, top_k, min_p and penalties"
@@ -119,7 +118,7 @@ _REFUSED_NAMES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ),
     ("prompt_logprobs", "log-probabilities are those of replies", EMPTY_VALUES),
 )
-"""How other engines and providers sample: names, way out, harmless values."""
+"""Sampling parameters of other engines and providers: names, way out, harmless values."""
 REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, Refusal] = {
     name: Refusal(way_out, harmless)
     for names, way_out, harmless in _REFUSED_NAMES
@@ -130,18 +129,18 @@ REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, Refusal] = {
 def keep_declared_members(
     body: bytes, request_type: Any, parent_key: str, unknown_params: list[str] | None
 ) -> bytes:
-    """JSON without the members that are null or not declared, down to declared objects in it.
+    """Remove members that are null or undeclared from JSON, and from declared objects in it.
 
-    SDKs write null for what they do not ask for, whether or not the server knows the name. The
-    names of what else was left out are added to `unknown_params`, as `tools[].defer_loading`; where
-    that is None, only what asks for nothing is left out. A name in snake case becomes the one in
-    camel case that is declared, since Google's SDKs mix both. An object that can be read as it is
-    stays unchanged, with all within it.
+    SDKs write null for parameters without a value, whether or not the server has them. The names of
+    other removed members are added to `unknown_params`, as `tools[].defer_loading`; if that is
+    None, such members are refused unless their value requests nothing. A name in snake case becomes
+    the declared one in camel case, because Google's SDKs mix both. An object that decodes as it is
+    stays unchanged as a whole.
     """
-    walk = _DeclaredMembers(unknown_params)
-    rewritten = walk.rewrite_value(body, (get_type_info(request_type),), parent_key)
+    rewriter = _DeclaredMembers(unknown_params)
+    rewritten = rewriter.rewrite_value(body, (get_type_info(request_type),), parent_key)
     if unknown_params is not None:
-        unknown_params[:] = walk.unknown
+        unknown_params[:] = rewriter.unknown
     return rewritten
 
 
@@ -155,8 +154,8 @@ class _DeclaredMembers:
         self, raw_json: bytes, declared_types: Sequence[inspect.Type], key: str
     ) -> bytes:
         structs = list_struct_types(*declared_types)
-        lists = [one for one in _unwrap_types(declared_types) if isinstance(one, inspect.ListType)]
-        items = [one.item_type for one in lists]
+        unwrapped = _unwrap_types(declared_types)
+        items = [form.item_type for form in unwrapped if isinstance(form, inspect.ListType)]
         raw_json = raw_json.lstrip()
         if structs and raw_json[:1] == b"{":
             self._count(1, key)
@@ -166,14 +165,14 @@ class _DeclaredMembers:
             members = self._keep_members(raw_json, structs, key)
             for name, value in members.items():
                 if name in types:
-                    below = f"{key}.{name}" if key else name
-                    members[name] = self._rewrite_within(value, types[name], below)
+                    path = f"{key}.{name}" if key else name
+                    members[name] = self._rewrite_within(value, types[name], path)
             return msgspec.json.encode(members)
         if items and raw_json[:1] == b"[":
-            listed = decode_json(raw_json, list[msgspec.Raw])
-            self._count(len(listed) / 2, key)
+            values = decode_json(raw_json, list[msgspec.Raw])
+            self._count(len(values) / 2, key)
             return msgspec.json.encode(
-                [self._rewrite_within(one, items, f"{key}[{i}]") for i, one in enumerate(listed)]
+                [self._rewrite_within(raw, items, f"{key}[{i}]") for i, raw in enumerate(values)]
             )
         return raw_json
 
@@ -186,7 +185,7 @@ class _DeclaredMembers:
     def _rewrite_within(
         self, value: msgspec.Raw, declared_types: Sequence[inspect.Type], key: str
     ) -> msgspec.Raw:
-        if any(_can_be_read(value, one.cls) for one in list_struct_types(*declared_types)):
+        if any(_can_be_read(value, struct.cls) for struct in list_struct_types(*declared_types)):
             return value
         return msgspec.Raw(self.rewrite_value(bytes(value), declared_types, key))
 
@@ -194,41 +193,41 @@ class _DeclaredMembers:
         self, raw_json: bytes, structs: list[inspect.StructType], key: str
     ) -> dict[str, msgspec.Raw]:
         encode_names = {field.name: field.encode_name for field in _list_fields(structs)}
-        known = {*encode_names.values(), *(one.tag_field for one in structs if one.tag_field)}
+        declared = {*encode_names.values(), *(s.tag_field for s in structs if s.tag_field)}
         is_closed = all(struct.forbid_unknown_fields for struct in structs)
         kept: dict[str, msgspec.Raw] = {}
-        for given, value in decode_json(raw_json, dict[str, msgspec.Raw]).items():
-            name = encode_names.get(given, given)
-            place = (f"{key}.{name}" if key else name)[:MAX_NAME_CHARS]
+        for original, value in decode_json(raw_json, dict[str, msgspec.Raw]).items():
+            name = encode_names.get(original, original)
+            path = (f"{key}.{name}" if key else name)[:MAX_NAME_CHARS]
             if bytes(value) == b"null":
                 continue
             if name in kept:
                 problem = f"{name} is given twice, in two spellings"
-                raise ProxyRequestError(400, problem, key=place)
-            if name in known or not is_closed:
+                raise ProxyRequestError(400, problem, key=path)
+            if name in declared or not is_closed:
                 kept[name] = value
-            elif not any(getattr(one.cls, "drops_unknown", False) for one in structs):
-                self._leave_out(name, place, bytes(value), structs)
+            elif not any(getattr(struct.cls, "drops_unknown", False) for struct in structs):
+                self._leave_out(name, path, bytes(value), structs)
         return kept
 
     def _leave_out(
-        self, name: str, place: str, value: bytes, structs: list[inspect.StructType]
+        self, name: str, path: str, value: bytes, structs: list[inspect.StructType]
     ) -> None:
-        if not _is_worth_counting(name, place, value, structs):
+        if not _is_worth_counting(name, path, value, structs):
             return
         if not self._leaves_out:
             problem = f"the parameter {name[:MAX_NAME_CHARS]!r} is not supported"
-            raise ProxyRequestError(400, problem, key=place)
-        self.unknown[_INDEX_PATTERN.sub("[]", place)] = None
+            raise ProxyRequestError(400, problem, key=path)
+        self.unknown[_INDEX_PATTERN.sub("[]", path)] = None
         if len(self.unknown) > MAX_UNKNOWN_PARAMS:
             problem = f"more than {MAX_UNKNOWN_PARAMS} parameters are not supported"
-            raise ProxyRequestError(400, problem, key=place)
+            raise ProxyRequestError(400, problem, key=path)
 
 
 def _is_worth_counting(
     member_name: str, key: str, raw_value: bytes, structs: list[inspect.StructType]
 ) -> bool:
-    """Raise for a member that would change the reply; false for one that asks for nothing."""
+    """Refuse a member that would change the reply; return False for one that requests nothing."""
     if len(member_name) > MAX_NAME_CHARS:
         return True
     problem = f"the parameter {member_name!r} is not supported"
@@ -243,12 +242,14 @@ def _is_worth_counting(
         raise ProxyRequestError(
             400, f"{problem}, and would change the reply", key=key, hint=refusal.way_out
         )
-    used = {one.encode_name for one in _list_fields(structs) if not is_ignored_param(one.type)}
-    near = difflib.get_close_matches(
+    used = {
+        field.encode_name for field in _list_fields(structs) if not is_ignored_param(field.type)
+    }
+    matches = difflib.get_close_matches(
         member_name, sorted(used), n=1, cutoff=_MIN_SIMILARITY_TO_REFUSE
     )
-    if near:
-        raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=key)
+    if matches:
+        raise ProxyRequestError(400, f"{problem}; did you mean {matches[0]!r}?", key=key)
     return True
 
 
@@ -265,7 +266,7 @@ def _can_be_read(raw_json: msgspec.Raw, struct: type[msgspec.Struct]) -> bool:
 
 
 def list_struct_types(*types: inspect.Type) -> list[inspect.StructType]:
-    return [one for one in _unwrap_types(types) if isinstance(one, inspect.StructType)]
+    return [form for form in _unwrap_types(types) if isinstance(form, inspect.StructType)]
 
 
 def _unwrap_types(types: Sequence[inspect.Type]) -> Iterator[inspect.Type]:

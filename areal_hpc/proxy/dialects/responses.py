@@ -1,7 +1,7 @@
-"""OpenAI Responses.
+"""Dialect of OpenAI's Responses API.
 
-`store` says whether the reply can be retrieved; a session records everything. Reasoning is given in
-the open, and taken back from there.
+`store` decides whether the reply can be retrieved; a session records every reply. Reasoning is
+returned as plain text, and read from such items of later requests.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -77,7 +77,7 @@ class _CustomToolChoice(_NamedToolChoice, tag="custom"):
 
 class _AllowedTool(Struct):
     name: str | None = None
-    """Tools of a provider's servers have none."""
+    """Name of the tool; None for tools that a provider's servers run."""
     type: str = "function"
 
 
@@ -137,7 +137,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
-    """`LOGPROBS_INCLUDE`, and what other models and hosted tools would add, which are not here."""
+    """`LOGPROBS_INCLUDE`; values for other models or hosted tools have no effect."""
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, str | None] | None = None
@@ -148,7 +148,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: IgnoredParam = None
     safety_identifier: IgnoredParam = None
     max_tool_calls: IgnoredParam = None
-    """Of tools that a provider's servers run."""
+    """Limit for tools that a provider's servers run."""
     moderation: IgnoredParam = None
     service_tier: IgnoredParam = None
     stream_options: IgnoredParam = None
@@ -184,8 +184,8 @@ def build_model_call(
         ignored.append("include")
     form, schema = request.text.format if request.text else _TextFormat(), None
     if form.type != "text":
-        asked = form.schema if form.type == "json_schema" else {"type": "object"}
-        schema = encode_text_schema(asked, choice)
+        raw_schema = form.schema if form.type == "json_schema" else {"type": "object"}
+        schema = encode_text_schema(raw_schema, choice)
     defaults = session.request.sampling
     call = ModelCall(
         messages=messages,
@@ -211,15 +211,15 @@ def build_model_call(
 def _parse_tool_choice(
     request: ResponsesRequest, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
-    asked, parallel = request.tool_choice, request.parallel_tool_calls is not False
+    choice, parallel = request.tool_choice, request.parallel_tool_calls is not False
     mode, name, allowed = None, None, list[str]()
-    if isinstance(asked, _AllowedToolChoice):
-        allowed = [one.name for one in asked.tools if one.name is not None]
-        mode = asked.mode if allowed else "none"
-    elif isinstance(asked, _NamedToolChoice):
-        name = asked.name
+    if isinstance(choice, _AllowedToolChoice):
+        allowed = [tool.name for tool in choice.tools if tool.name is not None]
+        mode = choice.mode if allowed else "none"
+    elif isinstance(choice, _NamedToolChoice):
+        name = choice.name
     else:
-        mode = asked
+        mode = choice
     return parse_tool_choice(model, tools, mode, name, parallel=parallel, allowed_names=allowed)
 
 
@@ -241,10 +241,10 @@ def _list_previous_messages(request: ResponsesRequest, session: Session) -> Iter
         problem = f"this session has no response {previous_id!r}"
         raise ProxyRequestError(400, problem, key="previous_response_id")
     path = tree.get_path_to(tree[previous_id])
-    if any(one.context == RAW_PROMPT_CONTEXT for one in path):
+    if any(call.context == RAW_PROMPT_CONTEXT for call in path):
         problem = f"{previous_id!r} continues a plain prompt, not a conversation"
         raise ProxyRequestError(400, problem, key="previous_response_id")
-    messages = [message for one in path for message in (*one.new_messages, one.reply)]
+    messages = [message for call in path for message in (*call.new_messages, call.reply)]
     return messages[1:] if previous_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS) else messages
 
 
@@ -264,30 +264,30 @@ class _ResponsesExchange(Exchange):
         super().__init__(call, model, prefix, request.stream)
         self._request = request
         self._session = session
-        self._reader = BlockSplitter()
+        self._splitter = BlockSplitter()
         self._sent = 0
         self._tokens: list[dict[str, Any]] = []
-        self._shown = 0
-        """Number of the tokens that have come with their text."""
+        self._sent_tokens = 0
+        """Number of tokens whose text was sent."""
         self._end_status = "completed"
-        """Of the item that ends now."""
+        """Status of the item that ends next."""
 
     def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         (answer,) = answers
-        return self._finish_response(answer, split_into_blocks(answer.said))
+        return self._finish_response(answer, split_into_blocks(answer.content))
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
-        async for happened in reply_stream:
+        async for event in reply_stream:
             beginning = self._format_beginning_once()
-            if isinstance(happened, ReplyChunk):
-                self._tokens += self._format_logprobs(happened.piece)
+            if isinstance(event, ReplyChunk):
+                self._tokens += self._format_logprobs(event.tokens)
                 yield beginning + b"".join(
-                    map(self._format_block_change, self._reader.add_delta(happened.said))
+                    map(self._format_block_change, self._splitter.add_delta(event.content))
                 )
             else:
-                self._end_status = _get_status(happened)
-                rest = b"".join(map(self._format_block_change, self._reader.finish()))
-                response = msgspec.Raw(self._finish_response(happened, self._reader.blocks))
+                self._end_status = _get_status(event)
+                rest = b"".join(map(self._format_block_change, self._splitter.finish()))
+                response = msgspec.Raw(self._finish_response(event, self._splitter.blocks))
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
@@ -305,8 +305,8 @@ class _ResponsesExchange(Exchange):
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         fields = format_error_fields(refusal)
         code = fields["code"] or fields["type"]
-        named = {"code": code, "message": fields["message"], "param": fields["param"]}
-        return self._format_event("error", error=fields, **named)
+        flat = {"code": code, "message": fields["message"], "param": fields["param"]}
+        return self._format_event("error", error=fields, **flat)
 
     def _build_response(
         self, status: str, output: Sequence[dict[str, Any]] = (), usage: Any = None
@@ -351,7 +351,7 @@ class _ResponsesExchange(Exchange):
             *(self._format_item(block, "completed", logprobs) for block in ended),
             self._format_item(last, status, logprobs),
         ]
-        reasoning = answer.said.reasoning
+        reasoning = answer.content.reasoning
         reasoning_tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
         usage = format_usage(answer.interaction, reasoning_tokens)
         body = msgspec.json.encode(self._build_response(status, output, usage))
@@ -383,49 +383,45 @@ class _ResponsesExchange(Exchange):
         return self._format_block_end(block)
 
     def _build_location_fields(self, block: ContentBlock) -> dict[str, Any]:
-        place = {
-            "item_id": build_item_id(self.answer_id, block, self._tools),
-            "output_index": block.index,
-        }
-        return place if block.kind == "call" else {**place, "content_index": 0}
+        item_id = build_item_id(self.answer_id, block, self._tools)
+        location = {"item_id": item_id, "output_index": block.index}
+        return location if block.kind == "call" else {**location, "content_index": 0}
 
     def _format_block_start(self, block: ContentBlock) -> bytes:
         item = self._format_item(block, "in_progress", [])
-        begun = self._format_event(
+        event = self._format_event(
             "response.output_item.added", output_index=block.index, item=item
         )
         if block.kind == "call":
-            return begun
-        place, empty = self._build_location_fields(block), format_content_part(block, "", [])
-        return begun + self._format_event("response.content_part.added", **place, part=empty)
+            return event
+        location, empty = self._build_location_fields(block), format_content_part(block, "", [])
+        return event + self._format_event("response.content_part.added", **location, part=empty)
 
     def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
-        if is_custom_call(block, self._tools):  # its text is known once its JSON is whole
+        if is_custom_call(block, self._tools):  # its text is known only when its JSON is complete
             return b""
         fields = {**self._build_location_fields(block), "delta": text}
         if block.kind == "text":
-            fields["logprobs"] = self._tokens[self._shown :]
-            self._shown = len(self._tokens)
+            fields["logprobs"] = self._tokens[self._sent_tokens :]
+            self._sent_tokens = len(self._tokens)
         return self._format_event(f"{_EVENT_PREFIX_BY_KIND[block.kind]}.delta", **fields)
 
     def _format_block_end(self, block: ContentBlock) -> bytes:
-        place, name = (
-            self._build_location_fields(block),
-            f"{_EVENT_PREFIX_BY_KIND[block.kind]}.done",
-        )
+        location = self._build_location_fields(block)
+        name = f"{_EVENT_PREFIX_BY_KIND[block.kind]}.done"
         item = self._format_item(block, self._end_status, self._tokens)
         if is_custom_call(block, self._tools):
             name, text = "response.custom_tool_call_input", item["input"]
-            ended = self._format_event(f"{name}.delta", **place, delta=text)
-            ended += self._format_event(f"{name}.done", **place, input=text)
+            events = self._format_event(f"{name}.delta", **location, delta=text)
+            events += self._format_event(f"{name}.done", **location, input=text)
         elif block.kind == "call":
-            ended = self._format_event(name, **place, name=item["name"], arguments=block.text)
+            events = self._format_event(name, **location, name=item["name"], arguments=block.text)
         else:
             logprobs = {"logprobs": self._tokens} if block.kind == "text" else {}
-            ended = self._format_event(name, **place, text=block.text, **logprobs)
-            (whole,) = item["content"]
-            ended += self._format_event("response.content_part.done", **place, part=whole)
-        return ended + self._format_event(
+            events = self._format_event(name, **location, text=block.text, **logprobs)
+            (part,) = item["content"]
+            events += self._format_event("response.content_part.done", **location, part=part)
+        return events + self._format_event(
             "response.output_item.done", output_index=block.index, item=item
         )
 

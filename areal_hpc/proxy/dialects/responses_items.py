@@ -1,8 +1,8 @@
-"""OpenAI Responses items and tools.
+"""Items and tools of OpenAI's Responses API.
 
-The items of one reply (reasoning, a message, calls) come back one by one; together they are one
-message of the assistant. An item's id holds that of its reply, so that a later request may name the
-item alone.
+A client sends the items of one reply (reasoning, a message, calls) back one by one; they are joined
+to one message of the assistant. An item's id contains that of its reply, so that a later request
+may send the id alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +67,7 @@ AnyTool = _ToolFunction | _ToolNamespace | _CustomTool
 class OfferedTools:
     schemas: list[dict[str, Any]] = field(default_factory=list)
     namespaced_tools: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Namespace and name of the tools that have a namespace, by the name the model knows."""
+    """Namespace and name of the tools in a namespace, by their name in the prompt."""
     custom: set[str] = field(default_factory=set)
 
 
@@ -78,15 +78,15 @@ def qualify_tool_name(namespace: str | None, tool_name: str) -> str:
 def parse_tools(
     raw_tools: Sequence[msgspec.Raw], ignored: list[str], dropped: list[str]
 ) -> OfferedTools:
-    """The tools of a request. Hints in them are added to `ignored`, types left out to `dropped`.
+    """Parse a request's tools. Hints in them are added to `ignored`, omitted types to `dropped`.
 
-    A tool within a namespace is known to the model as `namespace.name`, and the description of
-    the namespace stands before its own. A custom tool is a function of one text.
+    The model gets a tool in a namespace as `namespace.name`, with the description of the namespace
+    before its own. A custom tool is a function of one text.
     """
     offered = OfferedTools()
     hints: set[str] = set()
-    for i, one in filter_out_hosted_tools(raw_tools, dropped):
-        tool: AnyTool = decode_request_json(one, AnyTool, f"tools[{i}]", ignored)
+    for i, raw_tool in filter_out_hosted_tools(raw_tools, dropped):
+        tool: AnyTool = decode_request_json(raw_tool, AnyTool, f"tools[{i}]", ignored)
         for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
             hints.update(list_ignored_params(declared, "tools[]."))
             if isinstance(declared, _CustomTool):
@@ -110,8 +110,8 @@ def parse_tools(
 
 
 ID_PREFIX_WITH_INSTRUCTIONS = "resp_i"
-"""How the ids of replies begin whose prompt began with `instructions`: a next request that names
-such a reply brings its own. Other ids begin with `ID_PREFIX_WITHOUT_INSTRUCTIONS`."""
+"""Prefix of the id of a reply whose prompt began with `instructions`: a request that continues it
+has instructions of its own. Other ids begin with `ID_PREFIX_WITHOUT_INSTRUCTIONS`."""
 ID_PREFIX_WITHOUT_INSTRUCTIONS = "resp_n"
 _ID_PREFIX_BY_KIND = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _CUSTOM_CALL_ID_PREFIX = "ctc"
@@ -143,13 +143,13 @@ def format_item(
     fields: dict[str, Any] = {"id": build_item_id(answer_id, block, tools), "status": status}
     if is_custom_call(block, tools):
         text = read_custom_input(block.text)
-        called = {"call_id": block.call_id, "name": block.name, "input": text}
-        return {"type": "custom_tool_call", **fields, **called}
+        call = {"call_id": block.call_id, "name": block.name, "input": text}
+        return {"type": "custom_tool_call", **fields, **call}
     if block.kind == "call":
         namespace, name = tools.namespaced_tools.get(block.name, (None, block.name))
         fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
-        placed = {"namespace": namespace} if namespace is not None else {}
-        return {"type": "function_call", **fields, **placed}
+        more = {"namespace": namespace} if namespace is not None else {}
+        return {"type": "function_call", **fields, **more}
     content = [] if status == "in_progress" else [format_content_part(block, block.text, logprobs)]
     if block.kind == "reasoning":
         return {"type": "reasoning", **fields, "summary": [], "content": content}
@@ -165,35 +165,35 @@ def format_content_part(
 
 
 def format_usage(answer: Interaction, reasoning_tokens: int = 0) -> dict[str, Any]:
-    said = answer.num_output_tokens
+    output_tokens = answer.num_output_tokens
     return {
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": said,
-        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, said)},
-        "total_tokens": answer.prompt_tokens + said,
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, output_tokens)},
+        "total_tokens": answer.prompt_tokens + output_tokens,
     }
 
 
 def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
     calls = []
-    for index, one in enumerate(message.get("tool_calls", ())):
-        name, arguments = one["function"]["name"], write_json_text(one["function"]["arguments"])
-        calls.append(ReplyToolCall(index, name, arguments, one.get("id") or f"call_{index}"))
+    for index, call in enumerate(message.get("tool_calls", ())):
+        name, arguments = call["function"]["name"], write_json_text(call["function"]["arguments"])
+        calls.append(ReplyToolCall(index, name, arguments, call.get("id") or f"call_{index}"))
     reasoning = message.get("reasoning_content") or ""
     return split_into_blocks(ReplyContent(message["content"], reasoning, calls))
 
 
 def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
-    """The item of this id, of a reply in the tree; None if there is none."""
+    """Find an item of a reply in the tree by its id; None if there is none."""
     prefix, _, rest = item_id.partition("_")
-    kind, number, place = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
+    kind, number, index = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
     interaction = _find_response_by_id_suffix(tree, number)
     if kind is None or interaction is None:
         return None
-    blocks = [one for one in split_reply_into_blocks(interaction.reply) if one.kind == kind]
-    found = [one for one in blocks if f"{one.index:02x}" == place] or blocks[:1]
-    return format_item(interaction.interaction_id, found[0], "completed") if found else None
+    blocks = [block for block in split_reply_into_blocks(interaction.reply) if block.kind == kind]
+    matches = [block for block in blocks if f"{block.index:02x}" == index] or blocks[:1]
+    return format_item(interaction.interaction_id, matches[0], "completed") if matches else None
 
 
 def _find_response_by_id_suffix(tree: InteractionTree, id_suffix: str) -> Interaction | None:
@@ -210,9 +210,9 @@ class ContentPart(Struct):
 
 
 class InputItem(Struct):
-    """One item of `input`; which fields it must have depends on its type.
+    """Item of `input`, whose required fields depend on its type.
 
-    What SDKs add when they hand an item back (`status`, `annotations`, ...) makes no difference.
+    Other fields of items that SDKs send back (`status`, `annotations`, ...) have no effect.
     """
 
     type: str = "message"
@@ -223,12 +223,12 @@ class InputItem(Struct):
     name: str | None = None
     namespace: str | None = None
     arguments: Any = None
-    """JSON as text; an object where a client has read it."""
+    """JSON as text; an object if a client has decoded it."""
     input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
     tool_calls: list[ToolCall] | None = None
-    """This and the next: of a message in the form of Chat Completions."""
+    """Calls, and below the id of a result, of a message in the form of Chat Completions."""
     tool_call_id: str | None = None
 
     @property
@@ -248,7 +248,7 @@ _REQUIRED_FIELDS_BY_TYPE = {
 _HOSTED_ITEM_TYPE_PATTERNS = (
     *("*_call", "*_call_output", "mcp_*", "tool_search*", "*compaction*", "program*"),
 )
-"""Items of tools that a provider's servers run, and of histories that those compacted."""
+"""Types of items of tools that a provider's servers run, and of histories they compacted."""
 _IMAGE_PART_TYPES = ("input_image", "image_url", "input_file")
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -257,20 +257,20 @@ def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> lis
     resolved = []
     for i, item in enumerate(items):
         if item.is_reference and item.id is not None:
-            found = find_item_in_replies(tree, item.id)
-            if found is None:
-                problem = f"this session has said no item {item.id!r:.300}"
+            fields = find_item_in_replies(tree, item.id)
+            if fields is None:
+                problem = f"this session has no item {item.id!r:.300}"
                 hint = "send the item itself"
                 raise ProxyRequestError(400, problem, key=f"input[{i}].id", hint=hint)
-            item = convert_value(found, InputItem)
+            item = convert_value(fields, InputItem)
         resolved.append(item)
     return resolved
 
 
 def build_messages(items: Sequence[InputItem], ignored: list[str]) -> Iterator[Message]:
-    """The messages that items stand for, in normal form.
+    """Yield the messages that items represent, in normal form.
 
-    Those of hosted tools are left out, and their types are added to `ignored`.
+    Items of hosted tools are left out, and their types are added to `ignored`.
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
@@ -279,16 +279,16 @@ def build_messages(items: Sequence[InputItem], ignored: list[str]) -> Iterator[M
                 ignored.append(name)
             continue
         _require_supported_complete_item(item, i)
-        said = _read_assistant_fields(item, i)
-        if said is None or not _continues_assistant_message(reply, said):
+        fields = _read_assistant_fields(item, i)
+        if fields is None or not _continues_assistant_message(reply, fields):
             if reply:
                 yield _build_assistant_message(reply)
             reply = {}
-        if said is None:
+        if fields is None:
             yield normalize_chat_message(_build_non_assistant_message(item, i))
         else:
-            calls = [*reply.get("tool_calls", ()), *said.pop("tool_calls", ())]
-            reply |= said
+            calls = [*reply.get("tool_calls", ()), *fields.pop("tool_calls", ())]
+            reply |= fields
             if calls:
                 reply["tool_calls"] = calls
     if reply:
@@ -307,7 +307,7 @@ def _continues_assistant_message(reply: dict[str, Any], item_message: dict[str, 
 
 def _is_hosted(item: InputItem) -> bool:
     return item.type not in _REQUIRED_FIELDS_BY_TYPE and any(
-        fnmatchcase(item.type, one) for one in _HOSTED_ITEM_TYPE_PATTERNS
+        fnmatchcase(item.type, pattern) for pattern in _HOSTED_ITEM_TYPE_PATTERNS
     )
 
 
@@ -338,8 +338,8 @@ def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
     if item.type == "message" and item.role == "assistant":
         text = _join_texts(item.content or "", f"input[{i}].content", separator="")
         calls = [
-            {"id": one.id, "function": read_call(one, f"input[{i}].tool_calls[{j}]")}
-            for j, one in enumerate(item.tool_calls or ())
+            {"id": call.id, "function": read_call(call, f"input[{i}].tool_calls[{j}]")}
+            for j, call in enumerate(item.tool_calls or ())
         ]
         return {"content": text} | ({"tool_calls": calls} if calls else {})
     return None

@@ -1,6 +1,6 @@
-"""OpenAI Responses that were answered before: retrieved, deleted, and what they were asked.
+"""Routes of OpenAI's Responses API for earlier Responses: retrieval, deletion, input items.
 
-A Response is given as it was, while the proxy lives and the session keeps it.
+A retrieved Response is the original body; the session keeps it while the proxy lives.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from areal_hpc.session.tree import Interaction
 
 Query = Mapping[str, str]
 MAX_LISTED_ITEMS, DEFAULT_LISTED_ITEMS = 100, 20
-"""Items of one page: at most, and unless `limit` says otherwise."""
+"""Limit of the items of one page, and their number without the parameter `limit`."""
 
 
 def retrieve_response(session: Session, response_id: str, query: Query) -> bytes:
@@ -34,7 +34,7 @@ def retrieve_response(session: Session, response_id: str, query: Query) -> bytes
 
 
 def delete_response(session: Session, response_id: str, query: Query) -> bytes:
-    """Give a Response no more. What was said stays recorded, and may be gone on from."""
+    """Drop a Response. Its reply stays recorded, and later requests may continue it."""
     _find_response(session, response_id)
     session.drop_response(response_id)
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
@@ -52,7 +52,7 @@ def refuse_compaction(session: Session) -> bytes:
 
 
 def encode_input_items(session: Session, response_id: str, query: Query) -> bytes:
-    """The items that a Response answered, those of earlier Responses among them."""
+    """Encode a page of the items that a Response answered, with those of earlier Responses."""
     items = [*_build_input_items(session, _find_response(session, response_id))]
     if query.get("order", "desc") != "asc":
         items.reverse()
@@ -86,14 +86,14 @@ def _build_input_items(session: Session, interaction: Interaction) -> Iterator[d
     number = interaction.interaction_id[len(ID_PREFIX_WITH_INSTRUCTIONS) :]
     path = session.tree.get_path_to(interaction)
     begins_with_instructions = interaction.interaction_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
-    place = 0
-    for one in path:
-        for message in one.new_messages[begins_with_instructions and one is path[0] :]:
-            yield from _build_message_items(message, f"{number}i{place:03x}")
-            place += 1
-        if one is not interaction:
-            for block in split_reply_into_blocks(one.reply):
-                yield format_item(one.interaction_id, block, "completed")
+    index = 0
+    for call in path:
+        for message in call.new_messages[begins_with_instructions and call is path[0] :]:
+            yield from _build_message_items(message, f"{number}i{index:03x}")
+            index += 1
+        if call is not interaction:
+            for block in split_reply_into_blocks(call.reply):
+                yield format_item(call.interaction_id, block, "completed")
 
 
 def _build_message_items(message: Message, id_suffix: str) -> Iterator[dict[str, Any]]:
@@ -110,5 +110,5 @@ def _build_message_items(message: Message, id_suffix: str) -> Iterator[dict[str,
         } | output
     else:
         part = {"type": "input_text", "text": content}
-        named = {"id": f"msg_{id_suffix}", "type": "message", "status": "completed"}
-        yield {**named, "role": role, "content": [part]}
+        fields = {"id": f"msg_{id_suffix}", "type": "message", "status": "completed"}
+        yield {**fields, "role": role, "content": [part]}

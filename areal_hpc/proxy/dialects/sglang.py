@@ -1,7 +1,7 @@
-"""SGLang's own routes: `/generate` for clients that record their calls, and those of tokens.
+"""SGLang's own routes: `/generate` for clients that record their calls, and tokenization.
 
-What SGLang reads is written by the proxy, from the fields and within the bounds below. SGLang
-itself knows many more: some end its scheduler, and a request's name reaches into those of others.
+The proxy writes the request to SGLang itself, from the fields and within the bounds below. SGLang
+has many more fields: some kill its scheduler, and the name of a request may abort those of others.
 """
 
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from areal_hpc.session.tree import format_ids_as_json_inside
 
 
 class GenerateSampling(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """SGLang's `sampling_params`, as far as a client may set them."""
+    """Part of SGLang's `sampling_params` that a client may set."""
 
     temperature: Temperature = 1.0
     max_new_tokens: PositiveParam = 128
@@ -61,20 +61,20 @@ class GenerateBody(Struct, forbid_unknown_fields=True, kw_only=True):
     input_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
     sampling_params: GenerateSampling = GenerateSampling()
     return_logprob: bool = True
-    """Accepted without effect: log-probabilities are always reported."""
+    """Accepted without effect: log-probabilities are always returned."""
     top_logprobs_num: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     require_reasoning: bool = False
     rid: str = ""
-    """Accepted without effect: SGLang aborts all requests whose names begin with the one given."""
+    """Accepted without effect: SGLang would abort all requests whose names begin with it."""
     stream: bool = False
 
 
 def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRequest:
-    """The request as the proxy makes it, its reply bounded by what the context has left."""
+    """Build the request of the proxy, whose reply fits the rest of the context."""
     if body.stream:
         raise ProxyRequestError(400, "streaming is not supported on /generate", key="stream")
     vocab_size = model.encoder.vocab_size
-    if max(body.input_ids) >= vocab_size:  # SGLang dies of an id outside its vocabulary
+    if max(body.input_ids) >= vocab_size:  # an id outside the vocabulary would kill SGLang
         problem = f"expected ids below {vocab_size}, got {max(body.input_ids)}"
         raise ProxyRequestError(400, problem, key="input_ids")
     room = model.context_tokens - len(body.input_ids)
@@ -84,13 +84,13 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
             f"{model.context_tokens} tokens"
         )
         raise ProxyRequestError(400, problem, key="input_ids")
-    asked = body.sampling_params
-    check_token_ids(model, "sampling_params.stop_token_ids", asked.stop_token_ids)
-    check_token_ids(model, "sampling_params.logit_bias", asked.logit_bias)
-    fields = {name: getattr(asked, name) for name in asked.__struct_fields__}
-    fields["stop"] = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-    # A client in a driver knows its tokenizer, and not how long a context the replicas have.
-    fields["max_new_tokens"] = min(asked.max_new_tokens, room)
+    params = body.sampling_params
+    check_token_ids(model, "sampling_params.stop_token_ids", params.stop_token_ids)
+    check_token_ids(model, "sampling_params.logit_bias", params.logit_bias)
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    fields["stop"] = [params.stop] if isinstance(params.stop, str) else params.stop
+    # A client in a driver does not know the context length of the replicas.
+    fields["max_new_tokens"] = min(params.max_new_tokens, room)
     sampling = SamplingParams(**fields)
     if len(sampling.active_grammar_names) > 1:
         names = " and ".join(sampling.active_grammar_names)
@@ -112,7 +112,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     tools: list[msgspec.Raw] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    """Of a text: with the tokens that the tokenizer puts around texts; true when left out."""
+    """Whether to add the tokens that the tokenizer puts around a text; true by default."""
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -138,7 +138,7 @@ async def tokenize(
         ids_json, count = format_ids_as_json_inside(ids), len(ids)
     else:
         call = ModelCall(
-            messages=[normalize_message(one, i) for i, one in enumerate(request.messages or ())],
+            messages=[normalize_message(m, i) for i, m in enumerate(request.messages or ())],
             tools=build_tool_schemas(request.tools, [], []) or None,
             template_variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),

@@ -1,4 +1,4 @@
-"""Request validation shared by all dialects."""
+"""Decoding and validation of requests, shared by all dialects."""
 
 import asyncio
 import codecs
@@ -25,7 +25,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 Given = TypeVar("Given")
 
 MAX_TOP_LOGPROBS = 20
-"""Alternatives per token that may be asked for: OpenAI's bound. Millions end SGLang's scheduler."""
+"""OpenAI's limit of alternatives per token. Millions of them would kill SGLang's scheduler."""
 PositiveParam = Annotated[int, Meta(ge=1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -33,34 +33,34 @@ Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 WideSeed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""Clients draw seeds of 64 bits; the engine takes fewer."""
+"""Seed of 64 bits, as clients draw them; the engine takes fewer bits."""
 MAX_TOP_K = 2**31 - 1
-"""The engine's int32. A larger one ends SGLang's scheduler."""
+"""Largest int32. A larger value would kill SGLang's scheduler."""
 TopK = Annotated[int, Meta(ge=-1, le=MAX_TOP_K)]
 MAX_TOOLS = 1024
 ToolName = Annotated[str, Meta(min_length=1)]
 
 MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE = 65_536, 16
-"""Members, objects and lists of a body, at least; more if it may have more messages."""
+"""Limit of a body's members, objects and lists together, or per allowed message if that is more."""
 MAX_UNCOUNTED_BODY_BYTES = 2 * MAX_OBJECTS
-"""A shorter body cannot hold so many: each takes two bytes at least."""
+"""Size up to which a body cannot exceed the limit: each takes two bytes at least."""
 MAX_ITEMS = 1 << 21
-"""Values of lists in a body: ids of tokens, if they are so many."""
+"""Limit of values in a body's lists; only token ids may be so many."""
 MAX_SURROGATES = 1 << 20
-"""Escaped signs that may be halves of a pair, and backslashes beside them: each is looked at."""
+"""Limit of escapes that may be halves of a surrogate pair, and of escaped backslashes."""
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _LONE_HIGH_PATTERN = re.compile(_HIGH + b"(?!" + _LOW + b")")
 _LONE_LOW_PATTERN = re.compile(_LOW + b"(?<!" + _HIGH + _LOW + b")")
-"""Two, each of which begins with what it is found by: as one they are ten times as slow."""
+"""Two patterns that begin with the half that they find: one for both is ten times as slow."""
 _ERROR_PATH_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
 async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
-    """Count the values of a body before it is read: its size says little of what they cost."""
+    """Refuse a body with too many values before it is decoded: its size hardly shows its cost."""
     max_objects = max(MAX_OBJECTS, MAX_OBJECTS_PER_MESSAGE * max_messages)
     objects, items = _count_values(np.frombuffer(body, np.uint8))
-    if objects > max_objects or items > MAX_ITEMS:  # perhaps in its texts
+    if objects > max_objects or items > MAX_ITEMS:  # perhaps only within texts
         objects, items = await asyncio.to_thread(_count_values_outside_texts, body)
     surrogates = 0
     if len(body) > MAX_SURROGATES:
@@ -76,8 +76,8 @@ async def refuse_too_many_values(body: bytes, max_messages: int) -> None:
 
 
 def _count_values(chars: npt.NDArray[np.uint8]) -> tuple[int, int]:
-    """Colons and brackets, and commas; `bytes.count` is slow where it finds many."""
-    colons, braces, brackets, commas = (int(np.count_nonzero(chars == ord(one))) for one in ":{[,")
+    """Count colons and brackets, and commas; `bytes.count` is slow if there are many."""
+    colons, braces, brackets, commas = (int(np.count_nonzero(chars == ord(c))) for c in ":{[,")
     return colons + braces + brackets, commas
 
 
@@ -92,21 +92,21 @@ def decode_request_json(
     key: str = "",
     unknown_params: list[str] | None = None,
 ) -> Any:
-    """A JSON body, or the part of one that stands under `key`, as the type `json_type`.
+    """Decode a JSON body, or the part of one under `key`, as the type `json_type`.
 
-    A null stands for absence, under whatever name. What `json_type` does not declare is left out
-    if it asks for nothing, or if there is a list `unknown_params` for its name; else it is refused.
+    A null counts as absent under any name. A member that `json_type` does not declare is left out
+    if it requests nothing, or if there is a list `unknown_params` for its name; else it is refused.
     """
     try:
         if isinstance(body, bytes):
             body = body.removeprefix(codecs.BOM_UTF8)
             if not body.isascii():
-                body.decode()  # a decoder passes over texts that its form does not ask for
+                body.decode()  # a decoder does not check texts that its type does not declare
         try:
             return _decode_declared_members(body, json_type, key, unknown_params)
         except msgspec.ValidationError:
             raise
-        except msgspec.DecodeError:  # which halves of surrogate pairs are for a decoder
+        except msgspec.DecodeError:  # perhaps because of lone halves of surrogate pairs
             body = _replace_lone_surrogates(bytes(body))
             return _decode_declared_members(body, json_type, key, unknown_params)
     except msgspec.ValidationError as error:
@@ -121,12 +121,12 @@ def _decode_declared_members(
     decoder = _get_decoder(json_type)
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError:  # perhaps of what few requests hold
+    except msgspec.ValidationError:  # perhaps because of undeclared members
         return decoder.decode(keep_declared_members(bytes(body), json_type, key, unknown_params))
 
 
 def _replace_lone_surrogates(body: bytes) -> bytes:
-    body = body.replace(rb"\\", b"\xff")  # none that an escape begins with; no UTF-8 has that byte
+    body = body.replace(rb"\\", b"\xff")  # hide escaped backslashes; UTF-8 never has this byte
     for pattern in (_LONE_HIGH_PATTERN, _LONE_LOW_PATTERN):
         body = pattern.sub(rb"\\ufffd", body)
     return body.replace(b"\xff", rb"\\")
@@ -137,15 +137,15 @@ def _get_decoder(json_type: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(json_type)
 
 
-def _to_request_error(complaint: str, parent_key: str) -> ProxyRequestError:
-    where = _ERROR_PATH_PATTERN.search(complaint)
-    key = ".".join(part for part in (parent_key, where[1] if where else "") if part)
-    named = _FIELD_ERROR_PATTERN.search(complaint)
-    if named and named[1] == "unknown" and not key:
-        return ProxyRequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
-    if named:
-        key = f"{key}.{named[2]}" if key else named[2]
-    return ProxyRequestError(400, complaint, key=key)
+def _to_request_error(problem: str, parent_key: str) -> ProxyRequestError:
+    path = _ERROR_PATH_PATTERN.search(problem)
+    key = ".".join(part for part in (parent_key, path[1] if path else "") if part)
+    field = _FIELD_ERROR_PATTERN.search(problem)
+    if field and field[1] == "unknown" and not key:
+        return ProxyRequestError(400, f"the parameter {field[2]!r} is not supported", key=field[2])
+    if field:
+        key = f"{key}.{field[2]}" if key else field[2]
+    return ProxyRequestError(400, problem, key=key)
 
 
 def fill_default(value: Given | None, default: Given) -> Given:
@@ -157,11 +157,11 @@ def fold_seed_into_engine_range(seed: int | None) -> int | None:
 
 
 MAX_ID_DIGITS = 10
-"""Python refuses to read numbers of thousands of digits."""
+"""Limit of digits, because Python refuses numbers of thousands of digits."""
 
 
 def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | None) -> None:
-    """An id outside the vocabulary would kill the engine."""
+    """Refuse ids outside the vocabulary, which would kill the engine."""
     vocab_size = model.encoder.vocab_size
     for token in tokens or ():
         is_id = isinstance(token, int) or (token.isdecimal() and len(token) <= MAX_ID_DIGITS)
@@ -176,12 +176,12 @@ def format_left_out_part(part_type: str) -> str:
 
 
 def join_user_texts(parts: Iterable[str | Message]) -> Iterator[Message]:
-    """Messages of a user's texts, one for those that follow one another, and those between them."""
-    for is_text, run in groupby(parts, lambda one: isinstance(one, str)):
+    """Join consecutive texts of a user to one message each; other messages stay between them."""
+    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
         if is_text:
-            yield {"role": "user", "content": "\n".join(map(str, run))}
+            yield {"role": "user", "content": "\n".join(map(str, group))}
         else:
-            yield from (one for one in run if not isinstance(one, str))
+            yield from (part for part in group if not isinstance(part, str))
 
 
 HOSTED_TOOL_TYPES = (
@@ -201,7 +201,7 @@ HOSTED_TOOL_TYPES = (
     "web_fetch*",
     "web_search*",
 )
-"""Patterns of the types of tools that only a provider's models or servers know."""
+"""Patterns of the types of tools that only a provider's models or servers have."""
 
 
 class TypedObject(Struct):
@@ -211,26 +211,26 @@ class TypedObject(Struct):
 def filter_out_hosted_tools(
     raw_tools: Sequence[msgspec.Raw], dropped: list[str]
 ) -> list[tuple[int, msgspec.Raw]]:
-    """The tools that a model is told of, each with its place in the list.
+    """Return the tools that are not hosted, each with its index in the list.
 
-    A provider's servers would run the others; coding agents offer them by themselves. The types of
-    those left out are added to `dropped`.
+    A provider's servers would run the hosted ones; coding agents offer them unasked. The types of
+    these are added to `dropped`.
     """
     if len(raw_tools) > MAX_TOOLS:
         problem = f"too many tools: {len(raw_tools)} (limit {MAX_TOOLS})"
         raise ProxyRequestError(400, problem, key="tools")
     kinds = [
-        decode_request_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw_tools)
+        decode_request_json(raw, TypedObject, f"tools[{i}]").type for i, raw in enumerate(raw_tools)
     ]
-    is_hosted = [any(fnmatchcase(kind, one) for one in HOSTED_TOOL_TYPES) for kind in kinds]
+    is_hosted = [any(fnmatchcase(kind, hosted) for hosted in HOSTED_TOOL_TYPES) for kind in kinds]
     if is_hosted and all(is_hosted):
         problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"
         hint = "offer a function that does the same"
         raise ProxyRequestError(400, problem, key="tools[0].type", hint=hint)
     dropped += sorted(
-        {one[:MAX_NAME_CHARS] for one, hosted in zip(kinds, is_hosted, strict=True) if hosted}
+        {kind[:MAX_NAME_CHARS] for kind, hosted in zip(kinds, is_hosted, strict=True) if hosted}
     )
-    return [(i, one) for i, one in enumerate(raw_tools) if not is_hosted[i]]
+    return [(i, raw_tool) for i, raw_tool in enumerate(raw_tools) if not is_hosted[i]]
 
 
 def build_function_tool(
@@ -240,8 +240,8 @@ def build_function_tool(
     strict: bool | None,
 ) -> dict[str, Any]:
     fields = {"description": description, "parameters": parameters, "strict": strict}
-    given = {key: value for key, value in fields.items() if value is not None}
-    return {"type": "function", "function": {"name": function_name, **given}}
+    present = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": {"name": function_name, **present}}
 
 
 def parse_tool_choice(
@@ -253,10 +253,10 @@ def parse_tool_choice(
     parallel: bool,
     allowed_names: Sequence[str] = (),
 ) -> ToolChoice:
-    """Tool choice of a request that offers `tools`.
+    """Return the tool choice of a request that offers `tools`.
 
-    Its mode is `none`, `auto` or `required`, None is `auto`; the tool of a `tool_name` must be
-    called, and if there are `allowed_names` no others may be.
+    Its mode is `none`, `auto` or `required`; None is `auto`. With a `tool_name` that tool must be
+    called; with `allowed_names` no other may be.
     """
     offered = {tool["function"]["name"] for tool in tools}
     for name in (*allowed_names, *([] if tool_name is None else [tool_name])):
@@ -287,13 +287,13 @@ def encode_text_schema(schema: Mapping[str, Any] | None, tool_choice: ToolChoice
 
 
 def write_choice_grammar(choices: Iterable[str]) -> str:
-    """The grammar (EBNF) of one of several texts."""
-    return "root ::= " + " | ".join(msgspec.json.encode(one).decode() for one in choices)
+    """Write the grammar (EBNF) that accepts one of several texts."""
+    return "root ::= " + " | ".join(msgspec.json.encode(choice).decode() for choice in choices)
 
 
 _REASONING_SWITCH_VARIABLES = ("enable_thinking", "thinking")
 _EFFORTS = ("low", "medium", "high")
-"""What templates know of efforts; `_NEAREST_EFFORT` maps what else clients ask for."""
+"""Efforts that templates accept; `_NEAREST_EFFORT` maps others that clients send."""
 _NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
@@ -305,21 +305,21 @@ def build_reasoning_variables(
     effort: object = None,
     thinks: bool | None = None,
 ) -> dict[str, Any]:
-    """Template variables for an effort, or for whether to reason at all; None says nothing.
+    """Build the template variables for an effort, or for whether to reason; None sets nothing.
 
-    Where the template reads none of them nothing follows the wish, and `key` is added to `ignored`.
+    If the template reads none of them, the request has no effect, and `key` is added to `ignored`.
     """
-    known = model.template.variables
-    is_asked = effort is not None or thinks is not None
+    variable_names = model.template.variables
+    is_requested = effort is not None or thinks is not None
     if thinks is None and isinstance(effort, str):
         thinks = effort != "none"
     variables: dict[str, Any] = {}
     if thinks is not None:
-        variables = {name: thinks for name in _REASONING_SWITCH_VARIABLES if name in known}
+        variables = {name: thinks for name in _REASONING_SWITCH_VARIABLES if name in variable_names}
     nearest = _NEAREST_EFFORT.get(effort, effort) if isinstance(effort, str) else None
-    if "reasoning_effort" in known and nearest in _EFFORTS:
+    if "reasoning_effort" in variable_names and nearest in _EFFORTS:
         variables["reasoning_effort"] = nearest
-    if is_asked and not variables:
+    if is_requested and not variables:
         ignored.append(key)
     return variables
 
@@ -333,18 +333,18 @@ class CustomFormat(Struct):
 def build_custom_tool_schema(
     tool_name: str, description: str | None, input_format: CustomFormat, ignored: set[str]
 ) -> dict[str, Any]:
-    """A function that takes the tool's input; a regular expression holds that to its form.
+    """Build a function that takes the tool's input, which a regular expression may constrain.
 
-    The engine has no other grammar inside a call's JSON: the model is told of it in words, and it
-    is added to `ignored`.
+    The engine supports no other grammar in a call's JSON: the description of the tool has it, and
+    it is added to `ignored`.
     """
     text: dict[str, Any] = {"type": "string"}
     if input_format.type == "grammar" and input_format.syntax == "regex":
         text["pattern"] = input_format.definition
     elif input_format.type == "grammar":
         ignored.add("tools[].format")
-        told = f"Its input follows this {input_format.syntax} grammar:\n{input_format.definition}"
-        description = f"{description}\n{told}" if description else told
+        rule = f"Its input follows this {input_format.syntax} grammar:\n{input_format.definition}"
+        description = f"{description}\n{rule}" if description else rule
     schema = {
         "type": "object",
         "properties": {"input": text},
@@ -359,20 +359,20 @@ def encode_custom_input(text: str) -> str:
 
 
 def read_custom_input(arguments: str) -> str:
-    """Read the input of a custom tool's call; malformed arguments are taken as the input."""
+    """Read the input of a custom tool's call; malformed arguments count as the input."""
     text = (decode_arguments(arguments) or {}).get("input")
     return text if isinstance(text, str) else arguments
 
 
 def decode_arguments(arguments: str) -> dict[str, Any] | None:
-    """The object that a call's arguments are; None if they are none."""
+    """Decode a call's arguments; None if they are not a JSON object."""
     try:
-        given = msgspec.json.decode(arguments)
+        value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return given if isinstance(given, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def format_call_as_text(tool_name: str, arguments: str) -> str:
-    """A call whose arguments are no object, for APIs that have objects alone."""
+    """Format a call whose arguments are not an object, for APIs that allow only objects."""
     return f'{{"name": {msgspec.json.encode(tool_name).decode()}, "arguments": {arguments}}}'

@@ -1,1 +1,1 @@
-"""SGLang as the proxy sees it: client, router, parsers."""
+"""Client of SGLang servers, router, parser process, and limits of calls."""

@@ -3,9 +3,9 @@
 Wire facts of SGLang 0.5.23 (`srt/managers/io_struct.py`, `tokenizer_manager.py`):
 log-probabilities are those of the sampling distribution (scaled by the temperature, not
 renormalized for top-k/top-p); a stop token is part of the output ids; `weight_versions` are
-spans over the output tokens and come with the end. The pieces of a stream repeat everything so
-far, unless the server runs with `--incremental-streaming-output`: then each has only what is
-new. `completion_tokens` counts from the beginning in both, which tells them apart.
+spans over the output tokens and come with the end. Each event of a stream repeats everything so
+far, unless the server runs with `--incremental-streaming-output`: then each has only the new part.
+`completion_tokens` counts from the beginning in both modes, which shows the mode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.weight_version import WeightVersion
 
 SGLANG_DEFAULT_WEIGHT_VERSION = "default"
-"""SGLang's version of weights that nobody gave one."""
+"""SGLang's version of weights without a version."""
 TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
 
@@ -39,22 +39,22 @@ NO_PENALTIES = (0.0, 0.0, 1.0)
 
 
 class UnfinishedEngineCallError(Exception):
-    """The server died, refused, or broke the call off: another one may answer it."""
+    """Call that a server did not finish: it died, refused or aborted it. Another may answer it."""
 
     partial: Generation | None = None
-    """What a stream had said by then; None if it was not sound, or nobody knows."""
+    """Part of the reply that was streamed before; None if it is unsound or unknown."""
 
 
 class EngineResponseError(UnfinishedEngineCallError):
-    """The server received the call and answered with an error or unsoundly; it may be well."""
+    """Call that a server received and answered with an error or unsoundly; it may be healthy."""
 
 
 class EngineHungUpError(UnfinishedEngineCallError):
-    """The server received the call, or began to, and hung up on it."""
+    """Call that a server received, at least in part, before it hung up."""
 
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
-    """SGLang's `sampling_params`; what is left out has SGLang's default."""
+    """SGLang's `sampling_params`; a missing one has SGLang's default."""
 
     temperature: float
     max_new_tokens: int
@@ -87,7 +87,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_recordable_sampling_mask(self) -> bool:
-        """True if only some tokens can be sampled, with the odds that the softmax gives them."""
+        """Whether parameters exclude tokens, and the others keep the odds of the softmax."""
         is_random = self.temperature > 0 and self.top_k != 1
         is_softmax = self.penalties == NO_PENALTIES and not self.logit_bias
         is_partial = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
@@ -118,7 +118,7 @@ class _MetaInfo(Struct):
     routed_experts: bytes | None = None
     cached_tokens: int = 0
     weight_version: str = ""
-    """Of the server's weights as it answers."""
+    """Version of the server's weights at the time of the answer."""
 
 
 class _Reply(Struct):
@@ -136,25 +136,27 @@ _error_decoder = msgspec.json.Decoder(_StreamError)
 
 
 class Generation(Struct, frozen=True):
+    """Reply of a server, checked and with packed weight versions."""
+
     text: str
-    """Without the stop string that ended it; without special tokens unless they were asked for."""
+    """Text without the stop string that ended it, and without special tokens unless requested."""
     output_ids: list[int]
     logprobs: list[float]
     spans: list[VersionSpan]
     finish_reason: str
-    """`stop`, `length`, or `abort` when its client left."""
+    """`stop`, `length`, or `abort` if its client left."""
     ends_with_stop_token: bool
     stop_text: str | None
-    """The stop string that ended it."""
+    """Stop string that ended it."""
     cached_tokens: int
     top_logprobs: list[TopLogprobs]
-    """Per output token, most likely first; empty unless asked for."""
+    """Likeliest tokens per output token, most likely first; empty unless requested."""
     sampling_mask_ids: list[list[int]] = []
-    """Per output token, those that could be sampled; empty unless asked for."""
+    """Ids that could be sampled, per output token; empty unless requested."""
     sampling_mask_logprobs: list[float] = []
-    """Of the output tokens, by the distribution over these."""
+    """Log-probabilities of the output tokens in the distribution over these ids."""
     routes: bytes = b""
-    """Experts that tokens visited, as the server gave them; empty unless asked for."""
+    """Experts that tokens visited, as the server returned them; empty unless requested."""
 
     def pack_behavior_logprobs(self) -> bytes:
         return pack_logprobs(self.sampling_mask_logprobs or self.logprobs)
@@ -181,7 +183,7 @@ def decode_generation(server_url: str, answer: bytes) -> Generation:
 
 class ChunkReader:
     def __init__(self, server_url: str, stop: Sequence[str]) -> None:
-        self._where = server_url
+        self._server_url = server_url
         self._stop = stop
         self._text = ""
         self._sent_chars = 0
@@ -195,10 +197,10 @@ class ChunkReader:
         self._is_sound = True
 
     def build_partial_generation(self) -> Generation | None:
-        """All that has been read, as of a call that its server ended, if it fits together.
+        """Build a generation from the events of a broken stream; None if they are inconsistent.
 
-        Of a stream that was cut the spans of versions are missing: all of it counts as sampled from
-        the one version that its pieces named; if they named several, or none, it does not fit.
+        The spans of versions come only with the end of a stream. So all tokens count as sampled
+        from the version that the events name, and no other number of versions than one is accepted.
         """
         ids = [entry[1] for entry in self._logprobs]
         spans: list[VersionSpan] = []
@@ -206,7 +208,7 @@ class ChunkReader:
             if not self._is_sound or ids != self._output_ids or len(self._versions) != 1:
                 return None
             try:
-                version = _pack_version(self._where, *self._versions)
+                version = _pack_version(self._server_url, *self._versions)
             except UnfinishedEngineCallError:
                 return None
             spans.append(VersionSpan(version, 0, len(ids)))
@@ -224,14 +226,14 @@ class ChunkReader:
         )
 
     def read_event(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
-        """Take in one event's data: what is new, and all of it once the stream has ended.
+        """Read the data of one event; return the new part, and at the end the whole generation.
 
-        Text that may turn out to begin a stop string is held back.
+        Text that may be the beginning of a stop string is held back.
         """
         if data.startswith(b'{"error"'):
-            raise _build_error_event_exception(self._where, data)
-        self._is_sound = False  # unless this comes to its end
-        reply = _decode_reply(self._where, data)
+            raise _build_error_event_exception(self._server_url, data)
+        self._is_sound = False  # in case this raises
+        reply = _decode_reply(self._server_url, data)
         meta = reply.meta_info
         self._versions.add(meta.weight_version)
         self._cached_tokens = meta.cached_tokens
@@ -251,7 +253,7 @@ class ChunkReader:
         if meta.finish_reason is not None:
             matched = meta.finish_reason.matched
             if isinstance(matched, str) and not repeats:
-                # The server cut the stop string off, but had already sent how it begins.
+                # The server cut the stop string off, but had already sent its beginning.
                 self._text = self._text[
                     : len(self._text) - count_stop_prefix_chars(self._text, [matched])
                 ]
@@ -259,24 +261,24 @@ class ChunkReader:
             meta.output_top_logprobs = self._top_logprobs
             meta.output_token_sampling_mask = self._kept_ids
             meta.output_token_sampling_logprobs = self._kept_logprobs
-            whole = _build_generation(self._where, self._text, self._output_ids, meta)
-        safe = len(self._text)
+            whole = _build_generation(self._server_url, self._text, self._output_ids, meta)
+        end = len(self._text)
         if whole is None:
-            safe -= count_stop_prefix_chars(self._text, self._stop)
-        new_text = self._text[self._sent_chars : safe]
-        self._sent_chars = max(safe, self._sent_chars)
+            end -= count_stop_prefix_chars(self._text, self._stop)
+        new_text = self._text[self._sent_chars : end]
+        self._sent_chars = max(end, self._sent_chars)
         self._is_sound = True
-        has_ended = whole is not None and whole.ends_with_stop_token
-        new_values = [one[0] for one in new_logprobs]
-        return TokenChunk(new_text, new_ids, new_values, new_tops, has_ended), whole
+        has_stopped = whole is not None and whole.ends_with_stop_token
+        new_values = [entry[0] for entry in new_logprobs]
+        return TokenChunk(new_text, new_ids, new_values, new_tops, has_stopped), whole
 
 
 def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
-    """Number of characters at the end of `text` that may begin a stop string."""
+    """Return the number of characters at the end of `text` that may begin a stop string."""
     longest = 0
-    for one in stop:
-        for count in range(min(len(one), len(text)), longest, -1):
-            if text.endswith(one[:count]):
+    for string in stop:
+        for count in range(min(len(string), len(text)), longest, -1):
+            if text.endswith(string[:count]):
                 longest = count
                 break
     return longest
@@ -340,7 +342,7 @@ def _keep_mask_fields(
         return {}
     if max(map(len, kept_ids), default=0) > MAX_MASK_TOKENS_PER_POSITION:
         return {}
-    if not all(one in kept for one, kept in zip(output_ids, kept_ids, strict=True)):
+    if not all(sampled in kept for sampled, kept in zip(output_ids, kept_ids, strict=True)):
         return {}
     return {"sampling_mask_ids": kept_ids, "sampling_mask_logprobs": kept_logprobs}
 

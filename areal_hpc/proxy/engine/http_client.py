@@ -1,9 +1,9 @@
-"""Keep-alive POST requests over HTTP/1.1 connections.
+"""HTTP/1.1 client of POST requests over kept connections.
 
-A client library is made for any request to anybody: redirects, cookies, proxies, traces, bodies of
-every kind. That is most of what a call to SGLang would cost here, and nothing of it is needed to
-send bytes to a server of our own and to wake up once, when all of its answer has come. Answers must
-say where they end (SGLang's do): one that lasts until the server hangs up counts as broken off.
+A general client library handles redirects, cookies, proxies, traces and bodies of every kind, which
+would be most of the cost of a call to SGLang. This client only sends bytes to a known server and
+wakes up once, when the whole response has come. Responses must declare their length or be chunked,
+as SGLang's are: one that lasts until the server hangs up counts as broken off.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 MAX_UNREAD_BYTES = 1 << 18
-"""Of an answer that is read in parts; the server must wait while so much has not been read."""
+"""Limit of unread bytes of an answer that is read in parts; beyond it the server must wait."""
 
 
 class Connection(asyncio.Protocol):
-    """A connection, and the answer that comes over it. It carries one call at a time."""
+    """Connection to a server, with the answer to its one current call."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -36,12 +36,12 @@ class Connection(asyncio.Protocol):
         self._blocks: list[bytes] = []
         self._is_whole = True
         self.status = 0
-        """Of the answer; 0 until its head has come."""
+        """Status of the answer; 0 until its head has come."""
         self.idle_since = 0.0
 
     @property
     def can_be_reused(self) -> bool:
-        """It can carry another call: nothing of this one is left in it."""
+        """Whether it can carry another call: nothing of the last one is left in it."""
         return self._is_whole and self._is_reusable and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, *, reads_parts: bool = False) -> None:
@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
         self._transport.writelines((head, body))
 
     async def read_body(self) -> bytes:
-        if self._reads_parts:  # from now on no more
+        if self._reads_parts:  # the rest is read as a whole
             self._reads_parts = False
             self._transport.resume_reading()
         while not self._is_whole:
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
             await self._wait_for_data()
 
     async def read_part(self) -> bytes:
-        """More of the body, nothing at its end."""
+        """Return the next part of the body; empty at its end."""
         while not self._blocks and not self._is_whole:
             await self._wait_for_data()
         return self._pop_received_bytes()
@@ -96,10 +96,10 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.close()
 
-    # What the event loop tells -------------------------------------------------------------
+    # Callbacks of the event loop -----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -113,16 +113,15 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.fail_call(ConnectionError(f"the server closed the connection: {exc or 'early'}"))
 
-    # What the parser tells -----------------------------------------------------------------
+    # Callbacks of the parser ---------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._is_whole:  # nobody asked
+        if self._is_whole:  # an answer without a request
             self._is_reusable = False
 
     def on_headers_complete(self) -> None:
-        """The head of an answer has come, perhaps only a preliminary one."""
         status = self._parser.get_status_code()
-        if status >= 200 and not self._is_whole:
+        if status >= 200 and not self._is_whole:  # a preliminary head has 1xx
             self.status = status
 
     def on_body(self, block: bytes) -> None:
@@ -141,19 +140,19 @@ class Connection(asyncio.Protocol):
 
 
 KEEP_ALIVE_S = 3.0
-"""Connections that idled for longer are not used. SGLang closes its own after 5 s, and a call on
-one that it is just closing would look as if the engine had died of it."""
+"""Longest idle time of a connection that is used again. SGLang closes it after 5 s, and a call on a
+connection that is being closed would look like one that killed the engine."""
 
 
 class UnreachableError(ConnectionError):
-    """A server that cannot be connected to: it has seen nothing of the call."""
+    """Server that accepts no connection, so that it received nothing of the call."""
 
 
 class ConnectionPool:
-    """Kept connections to one server; as many as there are calls at a time.
+    """Pool of kept connections to one server, without a limit of their number.
 
-    To be made inside the event loop. The URL is scheme, host and port, and what all paths begin
-    with: no user, no password. `headers` are lines that every request has.
+    Make it in the event loop. The URL has a scheme, a host, a port and a prefix of all paths, but
+    no user and no password. `headers` are lines that every request has.
     """
 
     def __init__(self, url: str, headers: str, connect_timeout_s: float) -> None:
@@ -167,10 +166,10 @@ class ConnectionPool:
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
         self._idle: deque[Connection] = deque()
-        """The longest first."""
+        """Idle connections, the longest idle first."""
         self._is_closed = False
         self.used_at = self._loop.time()
-        """When a call began, last."""
+        """Time at which the last call began."""
 
     async def post(self, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         give_up_at = self._loop.time() + timeout_s
@@ -180,7 +179,7 @@ class ConnectionPool:
         try:
             connection.send(self._build_head(path, body), body)
             answer = await connection.read_body()
-        except BaseException:  # boundary: whatever ended it, the connection is in no known state
+        except BaseException:  # boundary: after any error the state of the connection is unknown
             connection.close()
             raise
         finally:
@@ -190,12 +189,12 @@ class ConnectionPool:
 
     @contextlib.asynccontextmanager
     async def stream_answer(self, path: str, body: bytes) -> AsyncIterator[Connection]:
-        """Send a body; gives the connection once the answer's status is known, to read the rest."""
+        """Send a body, and yield the connection for reading once the answer's status is known."""
         connection = await self._acquire_connection()
         try:
             connection.send(self._build_head(path, body), body, reads_parts=True)
             await connection.wait_for_status()
-        except BaseException:  # boundary: whatever ended it, the connection is in no known state
+        except BaseException:  # boundary: after any error the state of the connection is unknown
             connection.close()
             raise
         try:
@@ -230,7 +229,7 @@ class ConnectionPool:
                 raise
             raise UnreachableError(f"no connection to {self._url}") from error
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files of this process
                 raise
             raise UnreachableError(f"no connection to {self._url}: {error}") from error
         return connection

@@ -1,8 +1,8 @@
 """Limits of calls: replies in flight, turns and tokens of an episode, size of a session, grammars.
 
 SGLang compiles grammars in threads that no abort ends, and a few characters can make each token of
-a reply take minutes. No rule tells which do, so each is tried (`inference/grammar_check.py`): what
-would stop a replica for everybody never reaches it.
+a reply take minutes. No rule finds such grammars, so each one is compiled as a trial first
+(`inference/grammar_check.py`): one that would block a replica for all calls never reaches it.
 """
 
 import asyncio
@@ -32,21 +32,21 @@ class ConcurrentReplyLimiter:
         self._replies = 0
 
     def admit(self, session: Session, replies: int) -> None:
-        """Count a call that has begun: a session is not idle while the model answers it."""
+        """Count the replies of a call that begins; refuse a call beyond the limits."""
         limits = self._limits
-        for count, most, whose in (
+        for count, most, owner in (
             (self._replies, limits.max_concurrent_calls, ""),
             (session.in_flight, limits.max_calls_per_session, " of this session"),
         ):
             if count + replies > most:
-                problem = f"too many model calls{whose} in flight (limit {most})"
+                problem = f"too many model calls{owner} in flight (limit {most})"
                 raise ProxyRequestError(429, problem)
         refuse_oversized_session(session, limits)
         self._replies += replies
         session.in_flight += replies
 
     def release(self, session: Session, replies: int, reserved_tokens: int = 0) -> None:
-        """Replies have come to their end; `reserved_tokens` of the session were theirs."""
+        """Stop counting replies that ended, and release their `reserved_tokens`."""
         self._replies -= replies
         session.in_flight -= replies
         session.reserved_tokens -= reserved_tokens
@@ -77,26 +77,26 @@ def refuse_call_beyond_limits(session: Session, choices: int) -> None:
 async def reserve_reply_tokens_per_choice(
     session: Session, sampling: SamplingParams, choices: int, give_up_at: float
 ) -> tuple[SamplingParams, int]:
-    """Cut the reply limit to the session's tokens; also say how many each choice got.
+    """Cut the reply limit to the session's tokens; also return the reserved tokens of each choice.
 
-    Those are among the session's `reserved_tokens` until the reply has ended; there are none
-    without a limit. Where calls under way may sample what this one asks for, it waits for them to
-    end: so replies are cut by what was sampled, as if the calls had come one after another.
+    They are part of the session's `reserved_tokens` until the reply ends; without a limit there are
+    none. If calls in flight may sample the tokens that this one requests, it waits for their end:
+    only sampled tokens shorten a reply, as if the calls had come one after another.
     """
     most = session.request.limits.max_tokens
     if not most:
         return sampling, 0
-    wanted = sampling.max_new_tokens
+    requested = sampling.max_new_tokens
 
     def count_free() -> int:
         return most - session.sampled_tokens - session.reserved_tokens
 
-    while session.reserved_tokens and count_free() < wanted * choices:
+    while session.reserved_tokens and count_free() < requested * choices:
         if time.monotonic() >= give_up_at:
             problem = "calls under way may sample all the tokens that this episode has left"
             raise ProxyRequestError(503, problem, key="limits.max_tokens")
         await asyncio.sleep(RESERVATION_POLL_S)
-    limit = min(wanted, count_free() // choices)
+    limit = min(requested, count_free() // choices)
     if limit < 1:
         raise _build_tokens_spent_error(session, choices)
     session.reserved_tokens += limit * choices
@@ -122,11 +122,11 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_LOGIT_BIASES = 128, 1024,
 MAX_COMPILING_GRAMMARS_PER_SESSION = 4
 MAX_KNOWN_GRAMMARS = 16_384
 LANES = ((1, 4), (5, 1))
-"""Seconds of a core that a grammar is tried for, and how many are at a time: those that are not
-done with the first wait for one another, and nobody else does for them."""
+"""Processor time of a trial in seconds, and concurrent trials, by lane. A grammar that takes longer
+than the first lane allows waits in the second one, where it delays only others like it."""
 
 _REQUEST_KEY_BY_GRAMMAR = {"json_schema": "response_format", "structural_tag": "tools"}
-"""Parameters of requests that become these grammars; the others keep their names."""
+"""Parameters of requests that become these grammars; others keep their names."""
 
 
 def refuse_costly_sampling(sampling: SamplingParams) -> None:
@@ -149,10 +149,10 @@ def refuse_costly_sampling(sampling: SamplingParams) -> None:
 
 
 class GrammarChecks:
-    """What is known of grammars: one is tried beside the replicas before any of them gets it.
+    """Trials of grammars in the parser process, before a replica gets them, and their results.
 
-    Without `parsers` none is. Where they do not start, which only a lone proxy may do without
-    (unless `is_required`), replicas get grammars untried.
+    Without `parsers` there are no trials. If the process does not start, `is_required` refuses
+    grammars; else, as in a standalone proxy, replicas get them without a trial.
     """
 
     def __init__(
@@ -166,10 +166,10 @@ class GrammarChecks:
         self._timeout_s = timeout_s
         self._is_required = is_required
         self._problems: dict[bytes, str] = {}
-        """By digest, oldest first; empty for a grammar that replicas may have."""
+        """Results by digest, oldest first; empty for a grammar that replicas may get."""
         self._trying: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """By digest, for as long as somebody waits: a grammar is tried once for all."""
-        self._lanes = [(cpu_s, asyncio.Semaphore(tries)) for cpu_s, tries in LANES]
+        """Locks by digest, while a call waits: each grammar has one trial."""
+        self._lanes = [(cpu_s, asyncio.Semaphore(trials)) for cpu_s, trials in LANES]
 
     async def refuse_costly_grammar(self, session: Session, sampling: SamplingParams) -> None:
         parsers = self._parsers
@@ -192,8 +192,8 @@ class GrammarChecks:
                 raise ProxyRequestError(503, problem) from None
             except ParserLostError as error:
                 raise ProxyRequestError(503, str(error)) from error
-        if found := self._problems.get(digest):
-            raise _build_grammar_refusal(name, found)
+        if reason := self._problems.get(digest):
+            raise _build_grammar_refusal(name, reason)
 
     async def _try_in_lanes(
         self, parsers: ParserProcessClient, digest: bytes, grammar_kind: str, text: str
@@ -204,7 +204,7 @@ class GrammarChecks:
             if self._is_required:
                 raise ParserLostError(f"grammars cannot be tried: {error}") from error
             log.warning("replicas get grammars that were not tried: %s", error)
-            self._parsers = None  # as where a lone proxy has no SGLang
+            self._parsers = None  # as in a standalone proxy without SGLang
             return
         problem = ""
         for cpu_s, lane in self._lanes:

@@ -1,4 +1,4 @@
-"""Model call and its reply, independent of a dialect, and the model that is called."""
+"""Model calls and replies in the form that all dialects are translated to, and the served model."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from areal_hpc.wire.trajectory import CallFacts, MixtureShape
 class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["none", "auto", "required"] = "none"
     name: str | None = None
-    """The one tool that must be called."""
+    """Name of the tool that must be called."""
     parallel: bool = True
     allowed: tuple[str, ...] = ()
-    """The tools that may be called; all when there is none."""
+    """Names of the tools that may be called; empty for all."""
     follows_schemas: bool = False
-    """Arguments are as the schemas say, as they are of a tool that must be called or is strict."""
+    """Whether all arguments must match the schemas, as with strict tools or a required call."""
 
     @property
     def must_call(self) -> bool:
         return self.mode == "required"
 
     def select_allowed_tools(self, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """The tools that may be called; the model is shown all. A call of another stays text."""
+        """Return the tools that may be called. The prompt has all; a call of others stays text."""
         if not tools or self.mode == "none":
             return []
         allowed = self.allowed
@@ -58,23 +58,23 @@ class ModelCall(msgspec.Struct, frozen=True):
     tools: Sequence[dict[str, Any]] | None
     template_variables: Mapping[str, Any] | None
     sampling: SamplingParams
-    """`max_new_tokens` 0 means: as the session's defaults say."""
+    """Sampling parameters; `max_new_tokens` 0 stands for the session's default."""
     prompt_param_name: str = "messages"
-    """Parameter in which the dialect has the prompt."""
+    """Name of the dialect's parameter for the prompt."""
     raw_prompt: str | Sequence[int] | None = None
-    """Text or token ids that the model reads as they are, in place of messages."""
+    """Prompt of text or token ids, without a chat template, in place of messages."""
     n: int = 1
     top_logprobs: int = 0
     tool_choice: ToolChoice = ToolChoice()
     ignored: Sequence[str] = ()
     dropped_tools: Sequence[str] = ()
-    """Types of the tools that the model is not told of: a provider's servers would run them."""
+    """Types of tools that are left out of the prompt: a provider's servers would run them."""
     prefill: str | None = None
-    """What the reply begins with; the model goes on from there."""
+    """Beginning of the reply, which the model continues."""
     is_retrievable: bool = True
-    """The reply may be asked for again."""
+    """Whether the client may retrieve the reply later."""
     facts: CallFacts = field(default_factory=CallFacts)
-    """Those that the request told, so far."""
+    """Facts that the request has; those of the reply are added when it is recorded."""
 
     @property
     def ignored_names(self) -> list[str]:
@@ -90,12 +90,12 @@ class ServedModel:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     normalize: MessageRewriter | None = None
-    """The user's own normalizer (`proxy.message_normalizer`)."""
+    """Function of the user that normalizes messages (`proxy.message_normalizer`)."""
     end_token_ids: Sequence[int] = ()
-    """Tokens that end a reply, the turn's own first; `min_new_tokens` forbids them."""
+    """Tokens that end a reply, the end of the turn first; `min_new_tokens` forbids them."""
     model_dir: Path | None = None
     mixture: MixtureShape | None = None
-    """Of a model that records the experts which tokens visit."""
+    """Experts of the model, if those that tokens visit are recorded."""
 
     @classmethod
     def from_model_dir(
@@ -121,33 +121,33 @@ class ServedModel:
         )
 
     def list_parseable_tools(self, call: ModelCall) -> list[dict[str, Any]] | None:
-        """Tools whose calls the reply may hold; None if it is text and nothing else."""
+        """Return the tools whose calls the reply may contain; None if it can only be text."""
         tools = call.tool_choice.select_allowed_tools(call.tools)
-        holds_more = call.raw_prompt is None and (self.reasoning_parser is not None or tools)
-        return tools if holds_more else None
+        must_parse = call.raw_prompt is None and (self.reasoning_parser is not None or tools)
+        return tools if must_parse else None
 
 
 ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
-"""What SGLang 0.5.23 takes for ends besides (`srt/utils/hf_transformers/common.py`)."""
+"""Other tokens at which SGLang 0.5.23 ends a reply (`srt/utils/hf_transformers/common.py`)."""
 
 
 def list_end_token_ids(model_dir: Path, encoder: TokenEncoder) -> list[int]:
-    """Ids of the tokens that end a reply for SGLang where a request names none.
+    """Return the ids of the tokens at which SGLang ends a reply by default.
 
-    The one that ends the model's turn comes first.
+    The token that ends the model's turn comes first.
     """
-    found: list[int | None] = []
+    ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
         ends = read_json(model_dir / name).get("eos_token_id")
-        found += ends if isinstance(ends, list) else [ends]
+        ids += ends if isinstance(ends, list) else [ends]
     end = read_json(model_dir / "tokenizer_config.json").get("eos_token")
     texts = (end.get("content") if isinstance(end, dict) else end, *ADDITIONAL_END_TOKENS)
-    found += (encoder.find_token_id(text) for text in texts if text)
-    return list(dict.fromkeys(one for one in found if one is not None))
+    ids += (encoder.find_token_id(text) for text in texts if text)
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def require_max_position_embeddings(model_dir: Path) -> int:
-    """The longest sequence that the model's configuration allows."""
+    """Return the longest sequence that the model's configuration allows."""
     limit = read_json(model_dir / "config.json").get("max_position_embeddings")
     if not isinstance(limit, int):
         raise RecipeError(
@@ -159,7 +159,7 @@ def require_max_position_embeddings(model_dir: Path) -> int:
 
 
 class ReplyToolCall(Struct):
-    """A tool call, or the next part of one: then only the first part has id and name."""
+    """Tool call, or a part of it in a stream: only the first part has an id and a name."""
 
     index: int
     name: str = ""
@@ -169,6 +169,8 @@ class ReplyToolCall(Struct):
 
 
 class ReplyContent(Struct):
+    """Parsed content of a reply, or of a part of it in a stream."""
+
     text: str = ""
     reasoning: str = ""
     calls: list[ReplyToolCall] = field(default_factory=list)
@@ -189,7 +191,7 @@ class ReplyContent(Struct):
                 whole.arguments += call.arguments
 
     def build_assistant_message(self, prefill: str = "") -> Message:
-        """The reply in normal form, as a client sends it back, with what the client began it by."""
+        """Build the reply's message in normal form, which begins with the client's `prefill`."""
         return normalize_chat_message(
             {
                 "role": "assistant",
@@ -208,8 +210,8 @@ def format_tool_call(call_id: str | None, function_name: str, arguments: Any) ->
 
 
 _generator = random.Random()
-"""Ids must differ, and open nothing: keys do, which the operating system makes. It is asked once a
-process, because each question lets another thread in."""
+"""Generator of ids, which must differ, but are not secret as keys are. It reads the operating
+system's randomness once a process, because each such read lets another thread run."""
 
 
 def _seed() -> None:
@@ -221,5 +223,5 @@ os.register_at_fork(after_in_child=_seed)
 
 
 def make_random_id(num_bytes: int) -> str:
-    """So many random bytes as hexadecimal digits; not secret."""
+    """Return `num_bytes` random bytes as hexadecimal digits; not for secrets."""
     return _generator.randbytes(num_bytes).hex()

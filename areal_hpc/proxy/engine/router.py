@@ -1,4 +1,4 @@
-"""Replicas of the cell, or of the command line, and a verified one for each session."""
+"""Router of model calls to replicas: their sources, and the choice of a replica per session."""
 
 import asyncio
 import contextlib
@@ -55,10 +55,10 @@ class _ServedModelInfo(msgspec.Struct):
 
 
 class StaticReplicaSource:
-    """Servers by address. One serves while `/ready` does not deny it.
+    """Source of servers given by address. A server serves if `/ready` gives no status from 500 on.
 
-    SGLang answers that route at once, with 503 while it starts or is paused; a server that does
-    not know the route is taken to be ready once it answers at all.
+    SGLang answers that route at once, with 503 while it starts or is paused. A server without the
+    route counts as ready once it answers at all.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class StaticReplicaSource:
         try:
             version = decode_json(info, _ServedModelInfo).weight_version
         except msgspec.DecodeError:
-            version = ""  # it does not say: no reply that it began can be gone on with
+            version = ""  # unknown: no other replica can continue a reply of this one
         return ReplicaView(index, 1, "serving", url, version)
 
     async def close(self) -> None:
@@ -99,13 +99,13 @@ REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
 SESSION_HOME_LIFETIME_S = 60.0
 MAX_LOAD_RATIO = 1.2
-"""Load of a replica that a session prefers, as a multiple of the least."""
+"""Highest load of the replica that a session prefers, as a multiple of the least load."""
 OWN_CACHE_WEIGHT = 1_000_000
-"""A session's own past is worth more to it than the prompts of its ticket."""
+"""Weight of a session's own past, against 1 for each session of the same ticket."""
 
 
 def pack_weight_version(version: str) -> int:
-    """What SGLang calls its weights as one integer; 0 for weights that nobody gave a version."""
+    """Return SGLang's weight version as an integer; 0 for weights without a version."""
     try:
         return WeightVersion.parse(version).packed
     except ValueError:
@@ -121,24 +121,26 @@ class _SessionHome:
 def choose_home_replica(
     replicas: Sequence[int], load: Mapping[int, int], affinity_by_replica: Mapping[int, int]
 ) -> int:
-    """The replica that has the most in common with a session, unless others are less loaded."""
+    """Return the replica of the highest affinity, or if it has a high load the least loaded one."""
     least = min(replicas, key=lambda index: (load.get(index, 0), index))
-    known = max(replicas, key=lambda index: (affinity_by_replica.get(index, 0), -index))
-    is_even = load.get(known, 0) <= MAX_LOAD_RATIO * load.get(least, 0)
-    return known if is_even and affinity_by_replica.get(known, 0) else least
+    closest = max(replicas, key=lambda index: (affinity_by_replica.get(index, 0), -index))
+    is_even = load.get(closest, 0) <= MAX_LOAD_RATIO * load.get(least, 0)
+    return closest if is_even and affinity_by_replica.get(closest, 0) else least
 
 
 class Router:
+    """Router that keeps each session at one replica, whose cache has its prompts."""
+
     def __init__(self, replica_source: ReplicaSource) -> None:
         self._source = replica_source
         self._serving: dict[int, ReplicaView] = {}
         self._homes: WeakKeyDictionary[Session, _SessionHome] = WeakKeyDictionary()
-        """Of the sessions that the store still has."""
+        """Replica of each session that the store still has."""
         self._in_flight: Counter[int] = Counter()
         self._refreshed = asyncio.Event()
         self._refresh_now = asyncio.Event()
         self.newest_version = 0
-        """Packed version of the newest weights that any of them is known to have sampled from."""
+        """Packed version of the newest weights that any replica has served or sampled from."""
 
     @property
     def serving_count(self) -> int:
@@ -160,10 +162,10 @@ class Router:
         except ClusterError as error:
             log.debug("the control proxy does not answer: %s", error)
             replicas = []  # its SGLang servers die with it
-        except OSError as error:  # too many open files, or storage that stalls: that tells nothing
+        except OSError as error:  # too many open files, or stalled storage: the state is unknown
             log.warning("cannot look for replicas: %s", error)
             return
-        serving = {one.index: one for one in replicas if one.state == "serving"}
+        serving = {replica.index: replica for replica in replicas if replica.state == "serving"}
         if serving.keys() != self._serving.keys():
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
@@ -178,11 +180,10 @@ class Router:
     async def pick_replica(
         self, session: Session, give_up_at: float, avoided_replicas: Container[int] = ()
     ) -> ReplicaView:
-        """The session's replica, another if that one no longer serves; waits while none does.
+        """Return the session's replica, or another if that one no longer serves; wait for one.
 
-        A session that was idle for long may go elsewhere: little of it is left in a cache.
-
-        Replicas to avoid, by index, have lost the call before: they are asked if no other serves.
+        A session that was idle for long may change its replica: the cache has little of it left.
+        Replicas in `avoided_replicas`, by index, lost the call before, and are the last choice.
         """
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()
@@ -204,22 +205,22 @@ class Router:
         return self._serving[home.index]
 
     def _choose_home(self, session: Session, replicas: Sequence[int]) -> int:
-        """Where a session is at home from now on, by index.
+        """Choose the replica of a session, by index.
 
-        Calls in flight alone would not do: sessions whose short first calls come one after the
-        other would all find the same replica without load.
+        Open sessions count as load, not only calls in flight: otherwise sessions whose short first
+        calls come one after the other would all choose the same idle replica.
         """
         if len(replicas) == 1:
             return replicas[0]
-        load, together = Counter(self._in_flight), Counter[int]()
+        load, affinity = Counter(self._in_flight), Counter[int]()
         ticket = session.request.ref
         for other, home in self._homes.items():
             if other is session:
-                together[home.index] += OWN_CACHE_WEIGHT
+                affinity[home.index] += OWN_CACHE_WEIGHT
             elif not other.ended:
                 load[home.index] += 1
-                together[home.index] += ticket is not None and other.request.ref == ticket
-        return choose_home_replica(replicas, load, together)
+                affinity[home.index] += ticket is not None and other.request.ref == ticket
+        return choose_home_replica(replicas, load, affinity)
 
     def on_call_started(self, replica: ReplicaView) -> None:
         self._in_flight[replica.index] += 1
@@ -230,9 +231,9 @@ class Router:
             home.used_at = time.monotonic()
 
     def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
-        """Route nothing to the replica until it is reported to serve again.
+        """Route nothing to the replica until its source reports that it serves again.
 
-        One that answered with an error keeps the sessions of others, unless it is not well.
+        A replica that responded with an error keeps other sessions while its source reports it.
         """
         current = self._serving.get(replica.index)
         is_same = current is not None and current.incarnation == replica.incarnation

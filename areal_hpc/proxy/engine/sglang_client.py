@@ -1,4 +1,4 @@
-"""Client of SGLang's `/generate`: token ids in, token ids out."""
+"""Client of SGLang's `/generate`, which sends and receives token ids."""
 
 import asyncio
 import errno
@@ -29,26 +29,26 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
 IDLE_POOL_LIFETIME_S = 60.0
-"""A server that was not called for so long is forgotten when another one comes."""
+"""Idle time after which the connections to a server are closed when those to a new one are made."""
 Answered = TypeVar("Answered")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One generation. `prompt_ids_json_inside` is the inside of a JSON array of token ids."""
+    """Request to generate. `prompt_ids_json_inside` is the inside of a JSON array of token ids."""
 
     rid: str
     prompt_ids_json_inside: bytes
     sampling: SamplingParams
     top_logprobs: int = 0
     reasons_first: bool = False
-    """The reply begins inside its reasoning; a grammar starts after that."""
+    """Whether the reply begins inside its reasoning; a grammar starts after that."""
     records_sampling_mask: bool = False
-    """Report which tokens could be sampled: needs a finite top_k."""
+    """Whether to return the tokens that could be sampled; it requires a finite top_k."""
     routes_from: int = -1
-    """Report the experts that tokens from this one on visited; -1: do not."""
+    """First token for which to return the visited experts; -1: for none."""
 
     def encode_body(self, *, stream: bool) -> bytes:
-        """Body of `/generate`; joined, because the ids are long and already JSON."""
+        """Encode the body of `/generate`; joined, because the ids are long and already JSON."""
         return b"".join(
             (
                 b'{"input_ids":[',
@@ -71,17 +71,17 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
 
 class SGLangClient:
-    """Calls SGLang servers, each over a pool of kept connections. Make it inside the event loop."""
+    """Client of SGLang servers, with a pool of connections to each. Make it in the event loop."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, str], ConnectionPool] = {}
-        """By address and key: SGLang wants one key to generate and another one to abort."""
+        """Pools by address and key: SGLang requires one key to generate and another to abort."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
         self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
     ) -> Generation:
-        """Generate and wait for the reply; one that the server breaks off comes back cut."""
+        """Generate and wait for the reply, which is partial if the server aborts it."""
         return decode_generation(replica.url, await self.generate_raw(replica, request, timeout_s))
 
     async def generate_streaming(
@@ -91,9 +91,9 @@ class SGLangClient:
         timeout_s: float,
         take_chunk: Callable[[TokenChunk], Awaitable[None]],
     ) -> Generation:
-        """Generate, and hand each piece to `take_chunk` as it comes.
+        """Generate, and pass each chunk to `take_chunk` as it comes.
 
-        After an `abort` this returns what was generated until then.
+        After an `abort` this returns the tokens generated before.
         """
         reader = ChunkReader(replica.url, request.sampling.stop or ())
 
@@ -109,9 +109,9 @@ class SGLangClient:
                 if answer.status != 200:
                     _raise_for_status(replica.url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):
-                    piece, whole = reader.read_event(data)
-                    if piece.output_ids or piece.text:
-                        await take_chunk(piece)
+                    chunk, whole = reader.read_event(data)
+                    if chunk.output_ids or chunk.text:
+                        await take_chunk(chunk)
                     if whole is not None:
                         return whole
             raise EngineHungUpError(f"{replica.url} ended the stream early")
@@ -125,7 +125,7 @@ class SGLangClient:
     async def generate_raw(
         self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
     ) -> bytes:
-        """Generate; the server's whole answer, unread."""
+        """Generate, and return the body of the server's answer."""
         body = request.encode_body(stream=False)
         call = self._get_pool(replica.url, replica.keys.api).post("/generate", body, timeout_s)
         status, answer = await self._await_answer(replica, request.rid, timeout_s, call)
@@ -147,7 +147,7 @@ class SGLangClient:
             self.abort(replica, rid)
             raise
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # a limit of this process
                 raise ProxyRequestError(503, "too many open files") from error
             kind = (
                 UnfinishedEngineCallError
@@ -162,11 +162,11 @@ class SGLangClient:
             header = f"authorization: Bearer {key}\r\n" if key else ""
             headers = f"content-type: application/json\r\n{header}"
             pool = ConnectionPool(url, headers, CONNECT_TIMEOUT_S)
-            # A replica that starts anew has another address: the old one is not called again.
-            for place, other in [*self._pools.items()]:
+            # A restarted replica has another address: the old one is not called again.
+            for old_key, other in [*self._pools.items()]:
                 if pool.used_at - other.used_at > IDLE_POOL_LIFETIME_S:
                     other.close()
-                    del self._pools[place]
+                    del self._pools[old_key]
             self._pools[url, key] = pool
         return pool
 
@@ -192,7 +192,7 @@ class SGLangClient:
 
 
 def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
-    if status_code == 503:  # it starts, pauses or has its hands full: no fault of the call
+    if status_code == 503:  # the server starts, is paused or is full: not due to the call
         raise UnfinishedEngineCallError(f"{base_url} answered {status_code}: {answer[:300]!r}")
     if status_code >= 500:
         raise EngineResponseError(
@@ -203,13 +203,13 @@ def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
 
 
 async def _read_events(answer: Connection) -> AsyncIterator[bytes]:
-    begun: list[bytes] = []  # of a line; the last one may be of megabytes
+    blocks: list[bytes] = []  # blocks of an unfinished line, which may have megabytes
     while block := await answer.read_part():
-        begun.append(block)
+        blocks.append(block)
         if b"\n" not in block:
             continue
-        *lines, rest = b"".join(begun).split(b"\n")
-        begun = [rest]
+        *lines, rest = b"".join(blocks).split(b"\n")
+        blocks = [rest]
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield line[6:]

@@ -1,7 +1,7 @@
-"""Client of the tool-call and reasoning parser process.
+"""Client of the process that runs SGLang's parsers of tool calls and reasoning.
 
-Importing them takes seconds and 0.4 GB, needs SGLang's environment, and they are stateful while
-a reply streams: so one process per proxy, started when the proxy starts, restarted when it dies.
+Importing the parsers takes seconds and 0.4 GB, needs SGLang's environment, and they keep state
+while a reply streams. So each proxy has one process for them, which is restarted when it dies.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MAX_LINE_BYTES = 1 << 28
 START_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
-"""For one request, which takes milliseconds. Some of SGLang's regular expressions take for ever."""
+"""Limit for a request, which takes milliseconds: some of SGLang's regular expressions never end."""
 POLLS_PER_ANSWER_TIMEOUT = 6
 PROMPT_END_CHARS = 200
-"""How much of the prompt may hold the mark that opens the reasoning."""
+"""Length of the prompt's end that may contain the mark that opens the reasoning."""
 
 
 class ParserProcessClient:
-    """The parsers of one model's formats, by SGLang's names, shared by all replies.
+    """Client of the parsers of one model's formats, by SGLang's names, which all replies share.
 
-    Their process, of SGLang's Python, starts with the first request, or by `start`. One that works
-    on a request for longer than `answer_timeout_s` is ended: all others wait behind that.
+    Their process, of SGLang's Python, starts with the first request, or by `start`. It is killed if
+    a request takes longer than `answer_timeout_s`, because all others wait behind it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ParserProcessClient:
         self._starting = asyncio.Lock()
         self._waiting: dict[int, asyncio.Future[ParserReply]] = {}
         self._checks: set[int] = set()
-        """Requests that are not answered in turn, and have limits of their own."""
+        """Requests that are not answered in order, and have limits of their own."""
         self._count = 0
 
     async def start(self) -> None:
@@ -89,7 +89,7 @@ class ParserProcessClient:
             except TimeoutError:
                 problem = f"did not start within {START_TIMEOUT_S:g} s: is their storage slow?"
             finally:
-                if not first:  # also if the client that needed it has hung up
+                if not first:  # also after a cancellation, as the client hung up
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
                     await process.wait()
@@ -116,7 +116,7 @@ class ParserProcessClient:
         self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader
     ) -> None:
         decoder = msgspec.json.Decoder(ParserReply)
-        watcher = asyncio.ensure_future(self._end_process_when_stuck(process))
+        watcher = asyncio.ensure_future(self._kill_stuck_process(process))
         try:
             while line := await lines.readline():
                 reply = decoder.decode(line)
@@ -135,16 +135,16 @@ class ParserProcessClient:
                 waiting.set_exception(ParserLostError("SGLang's parsers died"))
         self._waiting.clear()
 
-    async def _end_process_when_stuck(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a process that does not come to the end of a request.
+    async def _kill_stuck_process(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process that does not finish a request in time.
 
-        All but checks are answered in turn, so the oldest is to blame. Polls are counted, because
-        after a pause of this whole node no request is late.
+        All requests but checks are answered in order, so the oldest is the stuck one. This counts
+        polls, not time, because after a pause of the whole node no request is late.
         """
         oldest, polls = -1, 0
         while polls < POLLS_PER_ANSWER_TIMEOUT:
             await asyncio.sleep(self._answer_timeout_s / POLLS_PER_ANSWER_TIMEOUT)
-            first = next((one for one in self._waiting if one not in self._checks), -1)
+            first = next((call for call in self._waiting if call not in self._checks), -1)
             polls = polls + 1 if first == oldest != -1 else 0
             oldest = first
         problem = f"SGLang's parsers took longer than {self._answer_timeout_s:g} s for one request"
@@ -158,7 +158,7 @@ class ParserProcessClient:
         self._count += 1
         return self._count
 
-    async def ask(
+    async def send_request(
         self, request: ParseChunkRequest | ToolGrammarRequest | GrammarCheckRequest
     ) -> ParserReply:
         await self.start()
@@ -177,7 +177,7 @@ class ParserProcessClient:
     async def fetch_grammar(
         self, tools: Sequence[dict[str, Any]], prompt: str, tool_choice: ToolChoice
     ) -> ParserReply:
-        """Ask which grammar enforces a tool choice, and where it begins."""
+        """Return the grammar that enforces a tool choice, and whether it begins after reasoning."""
         number, end, must_call = (
             self.allocate_id(),
             prompt[-PROMPT_END_CHARS:],
@@ -187,7 +187,7 @@ class ParserProcessClient:
             number, [*tools], end, must_call, tool_choice.name, tool_choice.parallel
         )
         try:
-            reply = await self.ask(request)
+            reply = await self.send_request(request)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
         if reply.error:
@@ -196,14 +196,14 @@ class ParserProcessClient:
         return reply
 
     async def find_grammar_cost(self, grammar_kind: str, text: str, cpu_s: int) -> str:
-        """Try a grammar; say why it would hold up an engine, or nothing if it would not.
+        """Compile a grammar as a trial; return why it would block an engine, or an empty text.
 
-        It is tried in a process of its own, for `cpu_s` seconds of a core. Cancelling ends that.
+        The trial has a process of its own and `cpu_s` seconds of a core. Cancelling ends it.
         """
         request = GrammarCheckRequest(self.allocate_id(), grammar_kind, text, cpu_s)
         self._checks.add(request.call)
         try:
-            reply = await self.ask(request)
+            reply = await self.send_request(request)
         except asyncio.CancelledError:
             if request.call in self._waiting:
                 self._write(GrammarCheckKill(request.call))
@@ -231,7 +231,7 @@ class ParserProcessClient:
 
 
 class RemoteReplyParser:
-    """Takes the text of one reply, gives what can be shown of it."""
+    """Incremental parser of one reply's text."""
 
     def __init__(self, parsers: ParserProcessClient, parse_context: ReplyParseContext) -> None:
         self._parsers = parsers
@@ -239,33 +239,34 @@ class RemoteReplyParser:
         self._number = parsers.allocate_id()
 
     async def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> ReplyContent:
-        """Parse the next text. `is_cut`: the last text was cut, the model did not end there.
+        """Parse the next text; `is_cut` if the model did not end the reply itself.
 
-        Text that the parsers fail on is shown as it is: the reply is worth more than its form.
+        If a parser fails on a text, the reply stays plain text.
         """
         request = ParseChunkRequest(
             self._parsers.allocate_id(), self._number, text, is_last, is_cut, self._opening
         )
         try:
             try:
-                reply = await self._parsers.ask(request)
+                reply = await self._parsers.send_request(request)
             except ParserLostError as error:
                 is_stuck = isinstance(error, ParserStuckError)
                 if is_stuck and is_last and self._opening is not None:
                     return ReplyContent(text)  # the next process would not end either
                 if is_stuck or self._opening is None:
                     raise
-                # Of a reply's first text the lost process has nothing that the next will not have.
+                # The lost process kept no state before a reply's first text: send it again.
                 again = msgspec.structs.replace(request, call=self._parsers.allocate_id())
-                reply = await self._parsers.ask(again)
+                reply = await self._parsers.send_request(again)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
-        if reply.is_unknown:  # what the lost process held back of it is gone
+        if reply.is_unknown:  # the lost process held back text of the reply
             raise ProxyRequestError(503, "SGLang's parsers died in the middle of this reply")
         self._opening = None
         if reply.error:
             log.warning("reply kept as plain text: SGLang's parser failed: %s", reply.error)
         calls = [
-            ReplyToolCall(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
+            ReplyToolCall(index, call.name, call.arguments)
+            for index, call in enumerate(reply.calls)
         ]
         return ReplyContent(reply.text, reply.reasoning, calls)

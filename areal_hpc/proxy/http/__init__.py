@@ -1,1 +1,1 @@
-"""HTTP of the proxy: application, routes, keys, routes for drivers."""
+"""HTTP application of the proxy: routes, keys, server-sent events. Begin with `app.py`."""

@@ -1,4 +1,4 @@
-"""Routes for agents: the model in every dialect, its name, its tokens, what it said before."""
+"""Routes for agents: model calls in every dialect, tokens, models, stored Responses."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -52,13 +52,13 @@ DIALECT_BY_ROUTE = {
     "/responses": RESPONSES_DIALECT,
 }
 TOKEN_COUNT_SUFFIX_BY_PATH = {"/messages": "count_tokens", "/responses": "input_tokens"}
-"""Last parts of the paths that tell how many tokens a request has."""
+"""Last parts of the paths that return the number of tokens of a request."""
 
 
 GOOGLE_PREFIXES = ("/v1beta", "/v1", "/v1alpha")
-"""Versions of Google's API that its SDKs ask for; what is served is the same."""
+"""Versions of Google's API that its SDKs request; all are served alike."""
 _GOOGLE_ONLY_PREFIXES = ("/v1beta/", "/v1alpha/")
-"""Those that no other dialect has."""
+"""Prefixes that no other dialect has."""
 _MODEL = "/models/{model}:"
 _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "countTokens")
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
@@ -67,16 +67,16 @@ _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUN
 def find_google_key(
     asgi_scope: MutableMapping[str, Any], request_headers: Mapping[bytes, bytes]
 ) -> str | None:
-    """The key of a request in Google's dialect; None if it is in another.
+    """Return the key of a request in Google's dialect; None for another dialect.
 
-    Of paths that others have too, `/v1/models`, the place of the key tells.
+    On a path of several dialects, `/v1/models`, a key in Google's header or query decides.
     """
     path: str = asgi_scope["path"]
     key = request_headers.get(b"x-goog-api-key", b"").decode("latin-1")
     if not key and "/models" in path:
         key = read_query_parameters(asgi_scope).get("key", "")
-    is_own = path.startswith(_GOOGLE_ONLY_PREFIXES) or path.endswith(_GOOGLE_ONLY_PATH_ENDS)
-    return key if key or is_own else None
+    is_google_only = path.startswith(_GOOGLE_ONLY_PREFIXES) or path.endswith(_GOOGLE_ONLY_PATH_ENDS)
+    return key if key or is_google_only else None
 
 
 def read_query_parameters(asgi_scope: MutableMapping[str, Any]) -> dict[str, str]:
@@ -90,7 +90,7 @@ class AgentApi:
         self._completions = completions
 
     def list_routes(self) -> Iterator[Route]:
-        """The routes, each with and without `/v1`: SDKs differ in whether an address has it."""
+        """Yield each route with and without `/v1`: the base URLs of SDKs differ in it."""
         forward, body = self._forward_generate, GenerateBody
         yield Route("POST", "/generate", "session", forward, body, needs_client_that_records=True)
         for route in self._list_unversioned_routes():
@@ -111,13 +111,13 @@ class AgentApi:
             yield replace(
                 tolerant,
                 streams=True,
-                asks_model=True,
+                calls_model=True,
                 repeats_messages=dialect.request is ChatRequest,
             )
             if path in TOKEN_COUNT_SUFFIX_BY_PATH:
-                below = f"{path}/{TOKEN_COUNT_SUFFIX_BY_PATH[path]}"
-                answer: Callable[..., Any] = partial(self._count_tokens, below, dialect)
-                yield replace(tolerant, path=below, answer=answer)
+                count_path = f"{path}/{TOKEN_COUNT_SUFFIX_BY_PATH[path]}"
+                answer: Callable[..., Any] = partial(self._count_tokens, count_path, dialect)
+                yield replace(tolerant, path=count_path, answer=answer)
         answer = partial(tokenize, self._completions.prompts, self._model)
         yield Route("POST", "/tokenize", "session", answer, TokenizeRequest)
         answer = partial(detokenize, self._model)
@@ -134,29 +134,29 @@ class AgentApi:
         yield replace(
             models,
             path="/models/{model}",
-            answer=lambda session, asked, query: format_model(asked, most),
+            answer=lambda session, model_name, query: format_model(model_name, most),
         )
         response = "/responses/{response_id}"
         yield Route("GET", response, "session", responses_stored.retrieve_response)
         yield Route("DELETE", response, "session", responses_stored.delete_response)
-        listed = f"{response}/input_items"
-        yield Route("GET", listed, "session", responses_stored.encode_input_items)
-        cancelled = f"{response}/cancel"
-        yield Route("POST", cancelled, "session", responses_stored.refuse_cancellation)
+        input_items = f"{response}/input_items"
+        yield Route("GET", input_items, "session", responses_stored.encode_input_items)
+        cancel = f"{response}/cancel"
+        yield Route("POST", cancel, "session", responses_stored.refuse_cancellation)
         yield Route("POST", "/responses/compact", "session", responses_stored.refuse_compaction)
 
     def list_google_routes(self) -> Iterator[Route]:
-        """The routes of Google's dialect, which share paths and keys with no other."""
+        """Yield the routes of Google's dialect, which have paths and keys of their own."""
         common: dict[str, Any] = {"opened_by": "session", "error_formatter": format_google_error}
-        asking = {**common, "method": "POST", "takes_query": True, "passes_unknown_params": True}
-        listing = {**common, "method": "GET", "is_open_after_session_end": True}
+        calls = {**common, "method": "POST", "takes_query": True, "passes_unknown_params": True}
+        lists = {**common, "method": "GET", "is_open_after_session_end": True}
         model = self._model
 
         def list_models(session: Session) -> bytes:
             return msgspec.json.encode({"models": [build_model_card(model.name, model)]})
 
-        def show_model(session: Session, asked: str, query: Mapping[str, str]) -> bytes:
-            return msgspec.json.encode(build_model_card(asked, model))
+        def show_model(session: Session, model_name: str, query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(build_model_card(model_name, model))
 
         for prefix in GOOGLE_PREFIXES:
             for verb in (_GENERATE, _STREAM):
@@ -167,18 +167,18 @@ class AgentApi:
                     path=prefix + _MODEL + verb,
                     answer=partial(self._answer_google, verb),
                     request=GenerateContentRequest,
-                    asks_model=True,
-                    **asking,
+                    calls_model=True,
+                    **calls,
                     **more,
                 )
             count = self._count_google_tokens
             yield Route(
-                path=prefix + _MODEL + _COUNT, answer=count, request=CountTokensRequest, **asking
+                path=prefix + _MODEL + _COUNT, answer=count, request=CountTokensRequest, **calls
             )
-            yield Route(path=prefix + "/models", answer=list_models, **listing)
-            yield Route(path=prefix + "/models/{model}", answer=show_model, **listing)
+            yield Route(path=prefix + "/models", answer=list_models, **lists)
+            yield Route(path=prefix + "/models/{model}", answer=show_model, **lists)
 
-    # What all dialects do with a request that has been read ---------------------------------
+    # Steps of all dialects -------------------------------------------------------------------
 
     async def _answer_call(
         self,
@@ -191,10 +191,10 @@ class AgentApi:
         call = self._enforce_sampling(route, session, exchange, unknown_params, is_retry)
         exchange.call = call
         if exchange.streams:
-            live = await self._completions.stream(session, call, exchange.answer_id)
-            return ModelAnswer(exchange, live)
-        answers = await self._completions.answer(session, call, exchange.answer_id)
-        return ModelAnswer(exchange, exchange.format_reply(answers))
+            reply_stream = await self._completions.stream(session, call, exchange.answer_id)
+            return ModelAnswer(exchange, reply_stream)
+        choices = await self._completions.answer(session, call, exchange.answer_id)
+        return ModelAnswer(exchange, exchange.format_reply(choices))
 
     async def _count_prompt_tokens(
         self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]

@@ -45,20 +45,20 @@ from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import CONNECTION_KEY, ByteBudget, GuardedProtocol
 
 RETRY_AFTER_S = 1
-"""When a request that came at a busy moment (429, 503) may be repeated."""
+"""Time in the header Retry-After of a response with status 429 or 503."""
 
 BODY_BUDGET_IN_LARGEST_BODIES, MAX_BODIES_OF_SESSION = 8, 2
-"""Requests of the largest size that are received at a time; of small ones there may be more."""
+"""Bodies of the largest size that are received at a time, by the proxy and by one session."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-"""ASGI's: the next message from the client. After the request's body only its disconnect comes."""
+"""Type of `receive` in ASGI: after the request's body it returns only the client's disconnect."""
 Result = TypeVar("Result")
 _CONTROL_CHARS_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
 
 JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
 DROPPED_TOOLS_HEADER = b"x-areal-dropped-tools"
-"""Types of the tools of a request that the model was not told of."""
+"""Header with the types of a request's tools that are left out of the prompt."""
 MAX_DROPPED_TOOLS_HEADER_BYTES = 1000
 
 
@@ -70,14 +70,14 @@ class _Request:
     headers: dict[bytes, bytes]
     user_agent: str
     google_key: str | None
-    """None in the other dialects."""
+    """Key in Google's dialect; None in the others."""
     route: Route | None = None
-    """That of the path; perhaps of another method."""
+    """Route of the path, perhaps for another method."""
     allowed_methods: Iterable[str] = ()
 
 
 class ProxyApp:
-    """Raw ASGI: a framework's routing and response classes would cost more than our own work."""
+    """ASGI application without a framework, whose routing and responses would cost more time."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ProxyApp:
             format_error = _choose_error_format(request)
             answer = Answer(format_error(refusal), JSON_CONTENT_TYPE, [])
             more_headers = _build_refusal_headers(refusal, request)
-            # Else it and this frame hold one another, and the request, until a collection.
+            # Otherwise the errors and this frame keep each other and the request in memory.
             caught.__traceback__ = refusal.__traceback__ = None
         if answer.is_sent:
             return
@@ -150,24 +150,24 @@ class ProxyApp:
 
     async def _answer(self, request: _Request) -> Answer:
         scope, headers, receive = request.scope, request.headers, request.receive
-        route, named = self._find_route(request)
+        route, parameter = self._find_route(request)
         if int(headers.get(b"content-length", 0)) > self._max_request_bytes:
             raise self._build_too_large_error()
         encoding = headers.get(b"content-encoding", b"identity")
         if encoding.lower() != b"identity":
             problem = f"a body of content-encoding {encoding[:40].decode('latin-1')!r} is not read"
             raise ProxyRequestError(415, problem, hint="send it as it is")
-        # Before there is memory for a body.
+        # The key is checked before memory is used for a body.
         session, is_driver = self._authenticate(route, _find_key(request), scope)
         if session is not None:
             session.client = request.user_agent
         body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
         if len(body) > MAX_UNCOUNTED_BODY_BYTES:
             await refuse_too_many_values(body, self._max_messages)
-        arguments = self._list_arguments(route, session, named, body, scope)
+        arguments = self._list_arguments(route, session, parameter, body, scope)
         if route.opened_by == "admin" and not is_driver:
-            arguments = [_limit_what_admin_key_opens(one) for one in arguments]
-        if not route.asks_model or session is None:
+            arguments = [_restrict_session_request(argument) for argument in arguments]
+        if not route.calls_model or session is None:
             return await _answer(route, arguments, request, keeps_content=False)
 
         async def answer(is_retry: bool, keeps_content: bool) -> Answer:
@@ -181,14 +181,14 @@ class ProxyApp:
         return await requests.answer_once(headers, digest, answer)
 
     def _find_route(self, request: _Request) -> tuple[Route, str]:
-        """The route of a request, and the name in its path, or nothing."""
+        """Return the route of a request, and the parameter in its path, or an empty text."""
         method, path = request.scope["method"], request.scope["path"]
         routes = self._routes if request.google_key is None else self._google_routes
-        by_method, named = routes.find_routes(path)
+        by_method, parameter = routes.find_routes(path)
         route = by_method.get(method)
         request.route, request.allowed_methods = route or next(iter(by_method.values())), by_method
         if route is not None:
-            return route, named
+            return route, parameter
         allowed = ", ".join(by_method)
         if request.headers.get(b"upgrade", b"").lower() == b"websocket":
             raise ProxyRequestError(426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket")
@@ -232,23 +232,23 @@ class ProxyApp:
     def _authenticate(
         self, route: Route, key: str, asgi_scope: Scope
     ) -> tuple[Session | None, bool]:
-        """The session whose key was shown, and whether the run's driver asks."""
+        """Return the session of the request's key, and whether the run's driver sent it."""
         if route.opened_by in ("session", "control"):
             return self._require_session(route, key), False
-        given = key.encode("latin-1")
-        is_driver = bool(self._driver_key) and hmac.compare_digest(given, self._driver_key)
+        key_bytes = key.encode("latin-1")
+        is_driver = bool(self._driver_key) and hmac.compare_digest(key_bytes, self._driver_key)
         if is_driver and route.opened_by in ("admin", "driver"):
             return None, True
         if route.opened_by == "driver":
             here = "" if self._driver_key else "; there is no run here"
             raise ProxyRequestError(401, f"this route is for a run's driver{here}")
-        is_admin = hmac.compare_digest(given, self._admin_key)
+        is_admin = hmac.compare_digest(key_bytes, self._admin_key)
         if route.opened_by == "admin" and not is_admin:
             raise ProxyRequestError(401, "this route requires the admin key")
         if route.opened_by == "reader" and not (
             is_admin
             or asgi_scope["server"][0].startswith("127.")
-            or hmac.compare_digest(given, self._metrics_key)
+            or hmac.compare_digest(key_bytes, self._metrics_key)
         ):
             raise ProxyRequestError(401, "this route requires the key in rendezvous/metrics.key")
         return None, False
@@ -272,19 +272,19 @@ class ProxyApp:
         return session
 
     def _list_arguments(
-        self, route: Route, session: Session | None, named: str, body: bytes, asgi_scope: Scope
+        self, route: Route, session: Session | None, parameter: str, body: bytes, asgi_scope: Scope
     ) -> list[object]:
         arguments: list[object] = []
         if session is not None:
-            if self._store.sessions.get(session.session_id) is not session:  # gone meanwhile
+            if self._store.sessions.get(session.session_id) is not session:  # deleted meanwhile
                 raise ProxyRequestError(401, "invalid session key")
             if session.ended and not route.is_open_after_session_end:
                 raise ProxyRequestError(403, "the session has ended")
             arguments.append(session)
         if route.takes_query:
             arguments.append(read_query_parameters(asgi_scope))
-        if named and route.request is None:
-            arguments += named, read_query_parameters(asgi_scope)
+        if parameter and route.request is None:
+            arguments += parameter, read_query_parameters(asgi_scope)
         elif route.request is not None and route.passes_unknown_params:
             unknown: list[str] = []
             decode = partial(decode_request_json, json_type=route.request, unknown_params=unknown)
@@ -314,7 +314,7 @@ async def _answer(
             try:
                 content, is_whole = await cancel_on_disconnect(request.scope, sending)
             except ClientDisconnectedError:
-                if not result.reply.abandoned:  # its sending had not begun
+                if not result.reply.abandoned:  # `send_events` had not begun
                     result.reply.stop_generation()
                 raise
             return Answer(content, exchange.stream_media_type, headers, True, is_whole)
@@ -323,7 +323,7 @@ async def _answer(
     return Answer(content, route.answer_content_type, headers)
 
 
-def _limit_what_admin_key_opens(argument: object) -> object:
+def _restrict_session_request(argument: object) -> object:
     if not isinstance(argument, wire.StartSessionRequest):
         return argument
     if argument.ref is not None:
@@ -333,9 +333,9 @@ def _limit_what_admin_key_opens(argument: object) -> object:
 
 
 async def cancel_on_disconnect(scope: Scope, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await work that is cancelled when the client hangs up.
+    """Await work, and cancel it when the client hangs up.
 
-    Within the client's own process there is no connection: the client's task runs this.
+    In the client's own process there is no connection: the client's task runs this.
     """
     connection: GuardedProtocol | None = scope.get(CONNECTION_KEY)
     worker = asyncio.current_task()
@@ -360,8 +360,8 @@ def _build_answer_headers(exchange: Exchange) -> Headers:
     headers = _build_id_headers(exchange.answer_id)
     if exchange.call.dropped_tools:
         names = ", ".join(exchange.call.dropped_tools).encode("ascii", "backslashreplace")
-        named = _CONTROL_CHARS_PATTERN.sub(b"?", names[:MAX_DROPPED_TOOLS_HEADER_BYTES])
-        headers.append((DROPPED_TOOLS_HEADER, named))
+        value = _CONTROL_CHARS_PATTERN.sub(b"?", names[:MAX_DROPPED_TOOLS_HEADER_BYTES])
+        headers.append((DROPPED_TOOLS_HEADER, value))
     return headers
 
 
@@ -390,10 +390,10 @@ def _build_refusal_headers(refusal: ProxyRequestError, request: _Request) -> Hea
     headers: Headers = []
     if refusal.status == 405:
         headers.append((b"allow", ", ".join(request.allowed_methods).encode()))
-    if refusal.status == 426:  # clients that try a WebSocket first ask over HTTP at once
+    if refusal.status == 426:  # clients that try a WebSocket first then use HTTP at once
         headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
     if not refusal.may_be_repeated:
-        # SDKs of OpenAI and Anthropic repeat what has any status from 500 on.
+        # SDKs of OpenAI and Anthropic repeat requests after any status from 500 on.
         headers.append((b"x-should-retry", b"false"))
     if refusal.status in (429, 503):
         headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))

@@ -1,4 +1,4 @@
-"""Routes for rollout drivers: sessions, rewards, finished tickets."""
+"""Routes for drivers and other openers of sessions: sessions, rewards, export, finished tickets."""
 
 import asyncio
 import secrets
@@ -50,14 +50,14 @@ MIN_KEY_CHARS = 16
 SESSION_END_POLL_S = 0.05
 MAX_LONG_POLL_S = 60.0
 MAX_KEPT_EXPORTED_SESSIONS = 64
-"""The latest ones, whose repeated export is answered."""
+"""Latest exported sessions, which are kept for a repeated export."""
 
 
 @dataclass(slots=True, eq=False)
 class _OfferedEpisode:
     request: wire.OfferEpisodeRequest
     taken: asyncio.Future[str] = field(default_factory=asyncio.Future)
-    """The id of the session."""
+    """Id of the session, once a program opened it."""
 
     @property
     def sort_key(self) -> tuple[int, int, int]:
@@ -67,9 +67,9 @@ class _OfferedEpisode:
 
 
 class DriverApi:
-    """Answers drivers. Without a sealer the proxy serves no run: then there are no tickets.
+    """Handlers of drivers' requests. Without a sealer the proxy serves no run and has no tickets.
 
-    `online`: sessions that programs open are episodes of the run's tickets.
+    With `online`, sessions that programs open are episodes of the run's tickets.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DriverApi:
         self._online = online
         self._free_slots: set[_OfferedEpisode] = set()
         self._exported: dict[str, None] = {}
-        """Ids of sessions that were exported of late, the latest last."""
+        """Ids of the sessions exported last, the latest at the end."""
 
     def list_routes(self) -> Iterator[Route]:
         listing = wire.ListConversationsRequest
@@ -121,22 +121,22 @@ class DriverApi:
         if len(key) < MIN_KEY_CHARS:
             problem = f"session keys need at least {MIN_KEY_CHARS} characters"
             raise ProxyRequestError(400, problem, key="api_key")
-        known = self._store.find_session_by_key(key)
-        if known is not None and not known.ended:
-            problem = f"this key already opens session {known.session_id!r}"
+        other = self._store.find_session_by_key(key)
+        if other is not None and not other.ended:
+            problem = f"this key already opens session {other.session_id!r}"
             raise ProxyRequestError(409, problem, key="api_key")
         sessions, most = self._store.sessions, self._most_sessions
-        if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
+        if len(sessions) >= most and sum(not s.ended for s in sessions.values()) >= most:
             raise ProxyRequestError(429, f"too many open sessions (limit {most})")
         control_key = generate_key() if request.rights == "calls" else ""
         if not self._online or request.ref is not None or request.disposable:
             session_id = self._open_session(request, key, control_key)
             return wire.StartSessionReply(session_id, key, control_key)
-        free = [slot for slot in self._free_slots if not slot.taken.done()]  # its driver has gone
+        free = [slot for slot in self._free_slots if not slot.taken.done()]  # done: driver hung up
         if not free:
             problem = "no episode is waiting for an external program now"
             raise ProxyRequestError(429, problem, hint="repeat the request")
-        slot = min(free, key=lambda one: one.sort_key)
+        slot = min(free, key=lambda offered: offered.sort_key)
         self._free_slots.discard(slot)
         opened = msgspec.structs.replace(slot.request.session, rights=request.rights)
         session_id = self._open_session(opened, key, control_key)
@@ -161,7 +161,7 @@ class DriverApi:
             async with asyncio.timeout(min(request.wait_s, MAX_LONG_POLL_S)):
                 return wire.OfferEpisodeReply(await slot.taken)
         except TimeoutError:
-            was_taken = slot.taken.done() and not slot.taken.cancelled()  # at this very moment
+            was_taken = slot.taken.done() and not slot.taken.cancelled()  # just at the timeout
             return wire.OfferEpisodeReply(slot.taken.result() if was_taken else None)
         finally:
             self._free_slots.discard(slot)
@@ -181,9 +181,9 @@ class DriverApi:
         return wire.MaxOpenSessionsReply(self._most_sessions)
 
     async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
-        """A session's rows, as soon as it has ended; soon after it is forgotten with its key.
+        """Wait for a session's end, and export its rows; later the session is deleted with its key.
 
-        Repeating it is harmless: the reply may have been lost with its connection.
+        The request may be repeated, if the reply was lost with its connection.
         """
         while True:
             session = self._require_session(request.session_id)
@@ -196,7 +196,7 @@ class DriverApi:
         rows = build_export_rows(session.tree, request)
         session.is_exported = True
         session.touch()
-        self._exported = {name: None for name in self._exported if name != session.session_id}
+        self._exported.pop(session.session_id, None)
         self._exported[session.session_id] = None
         while len(self._exported) > MAX_KEPT_EXPORTED_SESSIONS:
             del self._exported[(oldest := next(iter(self._exported)))]
@@ -231,44 +231,44 @@ class DriverApi:
     def record_interactions(
         self, session: Session, request: wire.RecordCallsRequest
     ) -> wire.RecordCallsReply:
-        """Take in model calls that a client of the driver recorded. Repeating it is harmless.
+        """Record model calls of a client in the driver. The request may be repeated.
 
-        Only what `/generate` gave the session is taken, so that none can be invented.
+        Only replies from `/generate` to the session are accepted, so that none can be invented.
         """
         for raw in request.interactions:
             try:
-                one = decode_json(raw, Interaction)
+                call = decode_json(raw, Interaction)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ProxyRequestError(400, str(error)) from error
             refuse_oversized_session(session, self._limits)
-            if one.interaction_id in session.tree:
+            if call.interaction_id in session.tree:
                 continue
-            if defect := find_client_reported_field_defect(one):
-                problem = f"interaction {one.interaction_id!r:.300}: {defect}"
+            if defect := find_client_reported_field_defect(call):
+                problem = f"interaction {call.interaction_id!r:.300}: {defect}"
                 raise ProxyRequestError(400, problem, key="interactions")
-            self._refuse_unknown_version(one)
-            one = correct_recorded_sampling(one, session.request)
+            self._refuse_unknown_version(call)
+            call = correct_recorded_sampling(call, session.request)
             try:
-                self._recorder.record_client_call(session, one)
+                self._recorder.record_client_call(session, call)
             except UntrainableCallError as error:
-                problem = f"interaction {one.interaction_id!r:.300}: {error}"
+                problem = f"interaction {call.interaction_id!r:.300}: {error}"
                 raise ProxyRequestError(400, problem, key="interactions") from error
         return wire.RecordCallsReply(len(session.tree))
 
     def _refuse_unknown_version(self, interaction: Interaction) -> None:
-        known = self._router.newest_version
+        cell_newest = self._router.newest_version
         newest = max((span.version for span in interaction.spans), default=0)
-        if newest <= known:
+        if newest <= cell_newest:
             return
         name = f"interaction {interaction.interaction_id!r:.300}"
-        versions = WeightVersion.unpack(known), WeightVersion.unpack(newest)
+        versions = WeightVersion.unpack(cell_newest), WeightVersion.unpack(newest)
         problem = f"expected weights up to version {versions[0]}, the newest known to this cell"
-        if known == 0 and self._router.serving_count == 0:  # restarted just now
-            raise ProxyRequestError(503, f"{name}: no replica has said yet which weights it serves")
+        if cell_newest == 0 and self._router.serving_count == 0:  # restarted just now
+            raise ProxyRequestError(503, f"{name}: no replica has reported its weight version yet")
         raise ProxyRequestError(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
 
     def end_session(self, session: Session) -> wire.EndSessionReply:
-        """Close the session to requests. Repeating it is harmless."""
+        """End the session, which then accepts no requests. The request may be repeated."""
         if not session.ended:
             self._recorder.record(SessionEnded(session.session_id, time.time()))
         return wire.EndSessionReply(
@@ -276,7 +276,7 @@ class DriverApi:
         )
 
     def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
-        """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
+        """Pass the ticket's sessions to the sealer. The request may be repeated."""
         sealer = self._require_sealer()
         ref, rows = request.ref, self._store.count_rows_of_ticket(request.ref)
         if request.discard:
@@ -311,7 +311,7 @@ class DriverApi:
         return self._store.finished[request.ref].row_count
 
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
-        """Keep an ended session whose episode failed. Repeating it is harmless."""
+        """Keep an ended session whose episode failed. The request may be repeated."""
         sealer = self._require_sealer()
         if (kept := sealer.find_past_keep_decision(request.session_id)) is not None:
             return wire.KeepFailedSessionReply(kept)
@@ -334,17 +334,17 @@ class DriverApi:
         return wire.ListConversationsReply(list_conversations(session.tree))
 
     def mark_auxiliary(self, request: wire.MarkAuxiliaryRequest) -> wire.MarkAuxiliaryReply:
-        """Leave conversations of a session out of training. Repeating it is harmless."""
+        """Leave conversations of a session out of training. The request may be repeated."""
         session = self._require_session(request.session_id)
         if session.ended:
             problem = f"session {request.session_id!r} has ended"
             raise ProxyRequestError(409, problem, key="session_id")
-        for name in request.reasons:
-            if name not in session.tree or session.tree[name].parent_id is not None:
-                problem = f"no conversation of the session begins with {name!r:.300}"
+        for root in request.reasons:
+            if root not in session.tree or session.tree[root].parent_id is not None:
+                problem = f"no conversation of the session begins with {root!r:.300}"
                 raise ProxyRequestError(400, problem, key="reasons")
         roots = session.tree.auxiliary.keys() | request.reasons.keys()
-        if any(one.reward is not None for one in find_conversation_replies(session.tree, roots)):
+        if any(r.reward is not None for r in find_conversation_replies(session.tree, roots)):
             problem = "a conversation with a reward cannot be auxiliary"
             raise ProxyRequestError(409, problem, key="reasons")
         self._recorder.record(ConversationsMarkedAuxiliary(session.session_id, request.reasons))
@@ -370,16 +370,16 @@ class DriverApi:
 def build_export_rows(
     tree: InteractionTree, request: wire.ExportRequest
 ) -> dict[str, wire.ExportedInteraction]:
-    """Rows by the id of the interaction they end with."""
+    """Return rows by the id of the interaction that ends them."""
     left_out = find_replies_without_credit(tree, request.drop_retry_orphans)
     try:
         earned = compute_credited_rewards(tree, request.discount, request.credit, left_out)
     except InvalidRewardError as error:
         raise ProxyRequestError(400, str(error), key="discount") from error
-    rewards = {name: earnings.total for name, earnings in earned.items()}
+    rewards = {reply: reward.total for reply, reward in earned.items()}
     rows = {}
     for plan in plan_rows_with_unrewarded(tree, request.style, rewards):
-        name = plan.path[-1].interaction_id
-        batch = {key: array.tolist() for key, array in build_areal_batch(plan).items()}
-        rows[name] = wire.ExportedInteraction(name, rewards[name], batch)
+        last = plan.path[-1].interaction_id
+        batch = {name: array.tolist() for name, array in build_areal_batch(plan).items()}
+        rows[last] = wire.ExportedInteraction(last, rewards[last], batch)
     return rows

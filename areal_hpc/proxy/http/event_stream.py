@@ -1,7 +1,7 @@
-"""Server-sent events of a model call: headers, events as they come, and signs of life between them.
+"""Server-sent events of a model call: headers, events, and pings while there are none.
 
-Clients and what stands between them and the proxy give up on a stream that is silent for minutes,
-as one is while the model writes a long tool call or the call waits for a replica.
+Clients, and HTTP proxies before this one, give up on a stream that is silent for minutes, for
+example while the model writes a long tool call or the call waits for a replica.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from areal_hpc.proxy.dialects.dialect import Exchange
 log = logging.getLogger(__name__)
 
 PING_AFTER_S = 10.0
-"""Silence after which a stream shows that it lives."""
+"""Silence after which a stream sends a ping."""
 Headers = list[tuple[bytes, bytes]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-"""ASGI's."""
+"""Type of `send` in ASGI."""
 
 
 class EventStream:
@@ -33,14 +33,14 @@ class EventStream:
         self._headers = [kind, (b"cache-control", b"no-cache"), *headers]
         self._format_ping = exchange.format_ping
         self.begun = False
-        """The client has the status: an error can only be told within the stream."""
+        """Whether the status is sent: then an error can only be an event of the stream."""
         self.content: list[bytes] | None = [] if keeps_content else None
-        """What was sent."""
+        """Blocks that were sent."""
         self._last_sent_at = time.monotonic()
         self._sending = asyncio.Lock()
 
     async def send(self, block: bytes, *, is_last: bool = False) -> None:
-        """Send whole events; the head of the answer before the first."""
+        """Send whole events, and before the first ones the head of the answer."""
         async with self._sending:
             if not self.begun:
                 self.begun = True
@@ -54,7 +54,7 @@ class EventStream:
         self._last_sent_at = time.monotonic()
 
     async def ping_when_silent(self) -> None:
-        """Send pings for as long as nothing else is sent, until cancelled."""
+        """Send a ping after each `PING_AFTER_S` without other events, until cancelled."""
         while True:
             silence_s = time.monotonic() - self._last_sent_at
             if silence_s >= PING_AFTER_S:
@@ -71,7 +71,7 @@ async def send_events(
     *,
     keeps_content: bool,
 ) -> tuple[bytes, bool]:
-    """Send a reply's events. All that was sent if it is kept; whether it ended without an error."""
+    """Send a reply's events; return them if they are kept, and whether there was no error."""
     stream = EventStream(send, headers, exchange, keeps_content=keeps_content)
     events = exchange.stream_events(reply_stream)
     pinger = asyncio.create_task(stream.ping_when_silent())
@@ -80,12 +80,12 @@ async def send_events(
         async for block in events:
             await stream.send(block)
         is_whole = True
-    except Exception as caught:  # boundary: told to the client within the stream
+    except Exception as caught:  # boundary: sent to the client as an event
         if not stream.begun:
             raise
         await stream.send(exchange.format_error_event(to_request_error(caught)))
     finally:
-        reply_stream.stop_generation()  # after the end there is nothing left to stop
+        reply_stream.stop_generation()  # no effect after the end
         pinger.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await pinger

@@ -1,8 +1,8 @@
-"""Requests that say that they repeat another: they get its answer, or take its place.
+"""Repeated requests: answers by idempotency key, and the detection of retries.
 
-Two equal requests are two samples. SDKs count their retries in a header, and an idempotency key is
-the client's own name for a request, whatever became of it. A request that was refused left nothing
-behind, so that the next try of it is none.
+Two equal requests are two samples, unless the client marks one as a repetition: SDKs count retries
+in a header, and an idempotency key names a request. A refused request has recorded nothing, so its
+next try does not count as a retry.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from areal_hpc.proxy.http.event_stream import Headers
 RETRY_COUNT_HEADER, IDEMPOTENCY_KEY_HEADER = b"x-stainless-retry-count", b"idempotency-key"
 MAX_KEPT_ANSWER_BYTES_PER_SESSION = 1 << 20
 MAX_KEPT_REQUESTS_PER_SESSION = 1024
-"""Of the newest keys, and as many refusals."""
+"""Newest idempotency keys that are kept, and as many digests of refused requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Answer:
     content_type: str
     headers: Headers
     is_sent: bool = False
-    """It was streamed: the client has it."""
+    """Whether it was streamed, so that the client has it."""
     is_whole: bool = True
-    """No error ended its stream."""
+    """Whether its stream, if any, ended without an error."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _NamedRequest:
 
 
 class SessionRequests:
-    """The newest requests of a session that have an idempotency key, or were refused."""
+    """Newest requests of a session that have an idempotency key, or were refused."""
 
     def __init__(self) -> None:
         self._named: dict[bytes, _NamedRequest] = {}
@@ -51,11 +51,11 @@ class SessionRequests:
         compute_digest: Callable[[], bytes],
         answer: Callable[[bool, bool], Awaitable[Answer]],
     ) -> Answer:
-        """The answer to a request, or the one that was given under its key.
+        """Answer a request, or return the answer that was given under its idempotency key.
 
-        `answer` is told whether it is a retry (the request says that it repeats one, and that one
-        was not refused), and whether its content may be asked for again. The digest is what a
-        request is known again by; few need it, and it is as slow to compute as a body is long.
+        `answer` gets two arguments: whether the request is a retry of one that was not refused, and
+        whether to keep its content. The digest identifies a request; it is computed only if needed,
+        because that takes time in proportion to the body.
         """
         key = headers.get(IDEMPOTENCY_KEY_HEADER, b"")
         is_retry = headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")
@@ -76,8 +76,8 @@ class SessionRequests:
                 is_retry = False
             is_whole = False
             try:
-                given = await answer(is_retry, named is not None)
-                is_whole = given.is_whole
+                result = await answer(is_retry, named is not None)
+                is_whole = result.is_whole
             except ClientDisconnectedError:  # perhaps after the reply was recorded
                 is_whole = True
                 raise
@@ -87,20 +87,20 @@ class SessionRequests:
                     while len(self._refused) > MAX_KEPT_REQUESTS_PER_SESSION:
                         del self._refused[next(iter(self._refused))]
             if named and is_whole:
-                named.answer = replace(given, is_sent=False)
+                named.answer = replace(result, is_sent=False)
                 self._drop_oldest_names()
-        return given
+        return result
 
     def _drop_oldest_names(self) -> None:
-        kept_bytes = sum(len(one.answer.content) for one in self._named.values() if one.answer)
-        for name, one in [*self._named.items()]:
+        kept_bytes = sum(len(r.answer.content) for r in self._named.values() if r.answer)
+        for name, request in [*self._named.items()]:
             if (
                 kept_bytes <= MAX_KEPT_ANSWER_BYTES_PER_SESSION
                 and len(self._named) <= MAX_KEPT_REQUESTS_PER_SESSION
             ):
                 return
-            if not one.lock.locked():
-                kept_bytes -= len(one.answer.content) if one.answer else 0
+            if not request.lock.locked():
+                kept_bytes -= len(request.answer.content) if request.answer else 0
                 del self._named[name]
 
 

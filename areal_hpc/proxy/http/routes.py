@@ -1,4 +1,4 @@
-"""Route table of the proxy and its OpenAPI description."""
+"""Table of the proxy's routes, and its OpenAPI description."""
 
 import re
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -18,50 +18,49 @@ _VERSION_PATTERN = re.compile(r"^/v1[a-z]*(?=/)")
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """What the model said to a request: whole, or as it comes."""
+    """Reply of the model to a request, as a whole body or as a stream."""
 
     exchange: Exchange
     reply: bytes | ReplyStream
 
 
 RouteResult = bytes | msgspec.Struct | ModelAnswer
-"""The answer's body, or what is encoded to it; or a reply of the model."""
+"""Body of the answer, or a struct to encode as JSON; or a reply of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
+    """Path, in which one part may be a `{name}`: not empty, and with slashes only at the end."""
     opened_by: Literal["driver", "admin", "session", "control", "reader", "anyone"]
-    """What opens it, checked before the request's body is read. `driver`: the key of
-    the run's driver; `admin`: that or the admin key; `session`: the key of an agent; `control`:
-    that of who opened the session, which may be the same; `reader`: nothing on loopback, else the
-    metrics or the admin key."""
+    """Key that opens it, checked before the request's body is read. `driver`: the key of the run's
+    driver; `admin`: that or the admin key; `session`: the key of an agent; `control`: the control
+    key of a session, which may be the same; `reader`: no key on loopback, else the metrics or the
+    admin key."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
-    """Takes the session that the key opened, if one did; then the name in the path and the query's
-    parameters, or the request, if there is one."""
+    """Handler. Its arguments are the session of the key, if any; then the decoded request, or
+    without one the parameter of the path and those of the query."""
     request: type[msgspec.Struct] | None = None
-    """What the body holds; None: it is not read. Where there is one, the name is not asked for."""
+    """Type of the body; None: the body is not decoded."""
     takes_query: bool = False
-    """The answer takes the query's parameters before the request, too."""
+    """Whether the handler takes the query's parameters before the request."""
     error_formatter: ErrorFormatter | None = None
-    """The body of an error; None: in the shape that the client expects."""
+    """Formatter of errors; None: the format of the client's dialect."""
     answer_content_type: str = "application/json"
     json_type: Literal["object", "array"] = "object"
-    """What the answer is if it is JSON."""
+    """Type of the answer if it is JSON."""
     streams: bool = False
-    """It may answer with server-sent events."""
-    asks_model: bool = False
-    """A session records the answer; it takes, last, whether the request is a retry."""
+    """Whether it may answer with server-sent events."""
+    calls_model: bool = False
+    """Whether the session records the answer; the last argument is whether it is a retry."""
     is_open_after_session_end: bool = False
     passes_unknown_params: bool = False
-    """Parameters that the request does not declare may be left out of it; the answer takes their
-    names as well."""
+    """Whether undeclared parameters are accepted; the handler then takes their names as well."""
     repeats_messages: bool = False
-    """A request mostly has the messages of the session's latest one, and further ones."""
+    """Whether a request mostly begins with the messages of the session's latest one."""
     needs_client_that_records: bool = False
-    """Only for a session whose client records its own calls."""
+    """Whether it is only for a session whose client records its own calls."""
 
     @property
     def unversioned_path(self) -> str:
@@ -69,22 +68,22 @@ class Route:
 
     @property
     def path_parameter(self) -> str:
-        named = _NAMED_PART_PATTERN.search(self.path)
-        return named[1] if named else ""
+        match = _NAMED_PART_PATTERN.search(self.path)
+        return match[1] if match else ""
 
 
 class Routes:
     def __init__(self, routes: Iterable[Route]) -> None:
         self._by_path: dict[str, dict[str, Route]] = {}
         self._named: dict[tuple[str, str], dict[str, Route]] = {}
-        """By what comes before the name and after it; more of a path before less of it."""
+        """Routes by the text before and after the parameter, the longest text after it first."""
         for route in routes:
             if route.path_parameter:
                 before, _, after = _NAMED_PART_PATTERN.split(route.path)
                 self._named.setdefault((before, after), {})[route.method] = route
             else:
                 self._by_path.setdefault(route.path, {})[route.method] = route
-        longest_first = sorted(self._named.items(), key=lambda one: -len(one[0][1]))
+        longest_first = sorted(self._named.items(), key=lambda item: -len(item[0][1]))
         self._named = dict(longest_first)
 
     def __iter__(self) -> Iterator[Route]:
@@ -92,14 +91,14 @@ class Routes:
             yield from methods.values()
 
     def find_routes(self, path: str) -> tuple[Mapping[str, Route], str]:
-        """The routes of a path by their methods, and the name in it, or nothing."""
+        """Return the routes of a path by method, and the parameter in it, or an empty text."""
         methods = self._by_path.get(path)
         if methods is not None:
             return methods, ""
         for (before, after), methods in self._named.items():
-            name = path[len(before) : len(path) - len(after)]
-            if name and path.startswith(before) and path.endswith(after):
-                return methods, name
+            parameter = path[len(before) : len(path) - len(after)]
+            if parameter and path.startswith(before) and path.endswith(after):
+                return methods, parameter
         raise ProxyRequestError(404, f"there is no route {path}")
 
 
@@ -120,13 +119,13 @@ _ERROR_SCHEMA = {
         }
     },
 }
-"""Headers and status that all dialects' errors share."""
+"""Schema of the part that the errors of all dialects have in common."""
 
 
 def render_openapi(routes: Iterable[Route]) -> bytes:
     routes = [*routes]
-    structs = {one.request for one in routes if one.request}
-    ordered = sorted(structs, key=lambda one: one.__name__)
+    structs = {route.request for route in routes if route.request}
+    ordered = sorted(structs, key=lambda struct: struct.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=SCHEMA_REF_TEMPLATE)
     bodies = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -163,10 +162,10 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
     if route.opened_by != "anyone":
         operation["security"] = [{name: []} for name in _SECURITY_SCHEMES]
     if route.opened_by == "reader":
-        operation["security"].append({})  # none, on loopback
+        operation["security"].append({})  # no key on loopback
     if name := route.path_parameter:
-        place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [place]
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [parameter]
     if body is not None:
         content = {"application/json": {"schema": body}}
         operation["requestBody"] = {"required": True, "content": content}

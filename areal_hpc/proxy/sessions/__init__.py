@@ -1,1 +1,1 @@
-"""Sessions: events, journal, sealing, limits."""
+"""Sessions of agents: their state, the journal of its events, and sealing into shards."""

@@ -1,6 +1,6 @@
-"""Messages that a request repeats byte by byte, as those of a conversation do from turn to turn.
+"""Cache of the decoded messages of a session's latest request, which the next one may repeat.
 
-Decoding all of them again, and comparing each with the tree's, is most of what a late turn costs.
+Decoding all of them again, and comparing each with the tree's, is most of the cost of a late turn.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.session.chat_template import Message
 
 MAX_REMEMBERED_BYTES = 1 << 20
-"""Of a session. A longer conversation is decoded anew at each turn."""
+"""Limit per session. A longer conversation is decoded anew at each turn."""
 _HEAD_PATTERN = re.compile(rb'\{(?:"\w+": ?(?:"[^"\\]*"|[\w.-]+), ?)*"messages": ?\[')
-"""How SDKs begin the body of a chat request, up to its first message."""
+"""Beginning of a chat request's body, as SDKs write it, up to the first message."""
 
 
 class _RawMessages(msgspec.Struct):
@@ -27,22 +27,22 @@ _raw_decoder = msgspec.json.Decoder(_RawMessages)
 
 
 class DecodedMessages:
-    """The messages of a session's latest request, recognized at the beginning of the next one."""
+    """Cache of one session: the bytes of the messages, and their decoded and normal forms."""
 
     def __init__(self) -> None:
         self._head = self._beginning = b""
-        """The body up to its first message, and up to the end of the last."""
+        """Body up to its first message, and up to the end of the last."""
         self._decoded: list[Any] = []
         self._normal: list[Message] = []
-        """The first of these in normal form."""
+        """Normal form of the first of these."""
 
     def decode_body(self, body: bytes, decode: Callable[[bytes], Any]) -> Any:
-        """The request that `decode` makes of a body; of messages known already it is not asked."""
+        """Decode a body with `decode`, without the messages at its beginning that are cached."""
         if self._beginning and body.startswith(self._beginning):
             rest = body[len(self._beginning) :].lstrip()
             shortened = self._head + rest[1:]
             if rest[:1] == b"," and (end := self._find_list_end(shortened)):
-                # What is wrong with it is told by its place in the whole.
+                # An error must name the position in the whole body, so it is decoded again below.
                 with contextlib.suppress(ProxyRequestError):
                     request = decode(shortened)
                     request.messages[:0] = self._decoded
@@ -58,10 +58,10 @@ class DecodedMessages:
     def normalize(
         self, messages: list[Any], normalize_message: Callable[[Any, int], Message]
     ) -> list[Message]:
-        """The normal form of each message, made once of those that are repeated."""
-        known = self._normal if messages is self._decoded else []
-        new = [normalize_message(messages[i], i) for i in range(len(known), len(messages))]
-        normal = [*known, *new]
+        """Return the normal form of each message, with cached ones of repeated messages."""
+        cached = self._normal if messages is self._decoded else []
+        new = [normalize_message(messages[i], i) for i in range(len(cached), len(messages))]
+        normal = [*cached, *new]
         if messages is self._decoded:
             self._normal = normal
         return normal
@@ -71,13 +71,13 @@ class DecodedMessages:
         self._decoded, self._normal = [], []
 
     def _find_list_end(self, body: bytes) -> int:
-        """Where the last message ends; 0 if another list than that behind the head counts."""
+        """Return the end of the last message; 0 if the list after the head is not the valid one."""
         start = len(self._head) - 1
-        listed = b""
+        messages = b""
         with contextlib.suppress(msgspec.DecodeError):
-            listed = bytes(_raw_decoder.decode(body).messages)
-        is_first = listed and body.startswith(listed, start)  # the key may be given twice
-        return start + len(listed[:-1].rstrip()) if is_first else 0
+            messages = bytes(_raw_decoder.decode(body).messages)
+        is_first = messages and body.startswith(messages, start)  # the body may have the key twice
+        return start + len(messages[:-1].rstrip()) if is_first else 0
 
     def _remember(self, request: Any, beginning: bytes) -> None:
         if not 0 < len(beginning) <= MAX_REMEMBERED_BYTES:

@@ -1,4 +1,4 @@
-"""Write-ahead journal of session events, replayed at restart."""
+"""Recorder of session events: it checks, journals and applies them, and replays them at a start."""
 
 import asyncio
 import logging
@@ -46,14 +46,14 @@ _SESSION_REMOVING_EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class JournalCompactionPlan:
-    """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
+    """Records that a compaction drops: decided in the event loop, used in a thread."""
 
     removed_session_ids: frozenset[str]
     closed_refs: frozenset[TicketRef]
-    """Sealed, or dropped because they cannot be."""
+    """Tickets that are sealed, or dropped because they cannot be."""
     settled: frozenset[TicketRef]
     all_settled: bool
-    """The ledger knows of every sealed ticket."""
+    """Whether the ledger acknowledged every sealed ticket."""
 
     def must_keep(self, record: JournalRecord) -> bool:
         match decode_event(record.payload):
@@ -75,15 +75,15 @@ class JournalCompactionPlan:
 
 
 class JournaledRecorder:
-    """The only way to change a `SessionStore` while the proxy runs.
+    """Recorder of all changes of a `SessionStore`, with a write-ahead journal.
 
-    Opening replays what an earlier proxy of the cell left behind. Sessions that are not to
-    be kept (visitors) are in memory alone.
+    Its creation replays the journal of an earlier proxy of the cell. Disposable sessions are in
+    memory alone.
 
     Args:
-        path: The journal.
-        vocab_size: Token ids of recorded calls are below it.
-        sync_interval_s: Longest time between a record and its being forced to disk.
+        path: Path of the journal.
+        vocab_size: Limit of the token ids of recorded calls.
+        sync_interval_s: Longest time between a write and its sync to disk.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class JournaledRecorder:
         self.store = SessionStore()
         self.folder = path.parent
         self.failure: ClusterError | None = None
-        """Set when the journal refused: nothing may be answered any more."""
+        """Error of the journal, after which no request may be answered."""
         self._vocab_size = vocab_size
         self._journal = JournalWriter(path, sync_interval_s)
         self._compacting = asyncio.Lock()
@@ -154,10 +154,10 @@ class JournaledRecorder:
         match event:
             case ReplySampled(digest=digest):
                 size_bytes = size_bytes or len(digest)
-            case InteractionAdded(interaction=one):
-                parts = (one.context, one.new_ids, one.output_ids, one.logprobs)
-                size_bytes = size_bytes or sum(map(len, (*parts, one.kept_counts, one.kept_ids)))
-                size_bytes -= len(one.routes.packed) if one.routes else 0  # its client has no say
+            case InteractionAdded(interaction=call):
+                parts = (call.context, call.new_ids, call.output_ids, call.logprobs)
+                size_bytes = size_bytes or sum(map(len, (*parts, call.kept_counts, call.kept_ids)))
+                size_bytes -= len(call.routes.packed) if call.routes else 0  # not due to the client
             case _:
                 return
         self.store.sessions[event.session_id].recorded_bytes += size_bytes
@@ -170,10 +170,9 @@ class JournaledRecorder:
         return find_interaction_defect(event.interaction, tree, self._vocab_size)
 
     def _replay_event(self, event: Event) -> None:
-        """Let what the journal holds have happened.
+        """Apply an event of the journal.
 
-        A call that is unsound all the same is left out, and its session marked: the session's
-        ticket is then dropped where it would be sealed.
+        An unsound call is left out, and its session marked: the sealer drops the session's ticket.
         """
         if isinstance(event, InteractionAdded) and (defect := self._find_defect(event)):
             self._mark_unsound(event.session_id, defect)
@@ -209,28 +208,28 @@ class JournaledRecorder:
             if isinstance(event, TicketsAcknowledged):
                 self._settled_refs.update(event.refs)
             return
-        known = set(self.store.sessions)
+        before = set(self.store.sessions)
         self.store.apply(event)
-        self._gone_sessions |= known - self.store.sessions.keys()
+        self._gone_sessions |= before - self.store.sessions.keys()
         if isinstance(event, TicketDropped):
             self._sealed_refs.add(event.ref)
         elif isinstance(event, TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
-        elif isinstance(event, UntrainedSealed):  # nobody acknowledges these
+        elif isinstance(event, UntrainedSealed):  # the ledger does not acknowledge these
             self._sealed_refs.update(event.refs)
             self._settled_refs.update(event.refs)
 
-    # Forgetting ---------------------------------------------------------------------------
+    # Compaction ---------------------------------------------------------------------------
 
     async def compact_grown_journal(self) -> None:
         async with self._compacting:
-            # Has it doubled since it last held only what is needed?
-            needed_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
-            if self._journal.journal_size_bytes > needed_bytes and self._gone_sessions:
+            # Has it doubled since the last compaction?
+            limit_bytes = 2 * self._rotated_bytes + MIN_COMPACTION_GROWTH_BYTES
+            if self._journal.journal_size_bytes > limit_bytes and self._gone_sessions:
                 await self.compact()
 
     async def compact(self) -> None:
-        """Drop the records that are history now, and what is remembered for their sake."""
+        """Drop the records that no restart needs, and the ids that are kept to find these."""
         sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
         gone = frozenset(self._gone_sessions)
         plan = JournalCompactionPlan(gone, sealed, settled, sealed <= settled)
@@ -246,7 +245,7 @@ class JournaledRecorder:
 
 
 class MemoryRecorder(JournaledRecorder):
-    """Sessions in memory alone: they end with the process."""
+    """Recorder without a journal: its sessions end with the process."""
 
     def __init__(self, vocab_size: int = MAX_VOCAB_SIZE) -> None:
         self.store = SessionStore()

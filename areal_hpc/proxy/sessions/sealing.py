@@ -1,14 +1,14 @@
-"""Sealer: finished tickets into shards, then settled with the ledger.
+"""Sealer, which writes finished tickets into shards and settles them with the ledger.
 
-A ticket is finished in the journal, then sealed in a shard with an index line, then noted as
+A ticket is finished in the journal, then sealed in a shard with an index line, then recorded as
 sealed in the journal, then settled. A proxy that dies between the middle two finds its shard
 in the index when it starts again, so that no ticket is sealed twice.
 
 A ticket that cannot become sound rows is dropped with the reason, in the journal and then at the
 ledger, which issues another one in its place.
 
-Held-out tickets and failed episodes go into shards of their own, which hold nothing that the
-trainer waits for and that the ledger must know.
+Held-out tickets and failed episodes go into shards of their own: the trainer does not wait for
+these, and the ledger does not get them.
 """
 
 import asyncio
@@ -52,19 +52,19 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 log = logging.getLogger(__name__)
 
 SEALED_SHARD_BYTES = 128 * 1024 * 1024
-"""Bytes in the journal that are sealed at once; large files reduce Lustre metadata load."""
+"""Size of finished tickets that are sealed at once; large files reduce Lustre metadata load."""
 CHECK_PERIOD_S = 0.2
 BACKOFF = Backoff(0.2, 5.0)
 LEDGER_TIMEOUT_S = 10.0
 MAX_KEPT_PER_CAUSE = 200
-"""Failed episodes of one exception in one line that a cell keeps: a bug needs no more examples."""
+"""Failed episodes that a cell keeps per cause, which is an exception and its line."""
 MAX_REMEMBERED_ANSWERS = 4096
-"""Failed sessions whose repeated `/rl/keep_failed` is still answered."""
+"""Failed sessions for which a repeated `/rl/keep_failed` gets the same reply."""
 Sealed = TypeVar("Sealed")
 
 
 class TicketSealer:
-    """Seals by bytes, by age, or when asked; settles until the ledger acknowledges."""
+    """Sealer of one cell. It seals by size, by age or on request, and retries to settle."""
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class TicketSealer:
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
         self._kept_by_cause = Counter[str]()
-        """Failed episodes that are kept, those of earlier proxies of the cell included."""
-        self._answered: dict[str, bool] = {}
-        """What `keep_failed` answered of late: the session may be sealed or forgotten by now."""
+        """Failed episodes that the cell keeps, also those of its earlier proxies."""
+        self._kept_by_session: dict[str, bool] = {}
+        """Latest decisions of `keep_failed`; a session may be sealed or deleted by now."""
 
     def recover_interrupted_seals(self) -> None:
-        """Note what an earlier proxy sealed but could not note, nor perhaps index."""
+        """Record, and index if need be, the seals that an earlier proxy did not record."""
         repair_index(self._paths, self._cell)
         shards = read_index(self._paths.shard_index_dir, self._cell)
-        untrained = [one for shard in shards for one in shard.untrained]
-        sealed_ids = {one.session_id for one in untrained}
-        failed = [name for name in self._store.failed if name in sealed_ids]
+        untrained = [row for shard in shards for row in shard.untrained]
+        sealed_ids = {row.session_id for row in untrained}
+        failed = [session_id for session_id in self._store.failed if session_id in sealed_ids]
         refs = [
             ticket.ref
             for ticket in self._list_finished(evaluation=True)
@@ -107,15 +107,15 @@ class TicketSealer:
         if failed or refs:
             self._recorder.record(UntrainedSealed(refs, failed))
         self._kept_by_cause.update(
-            one.cause for one in untrained if one.kind == RowKind.FAILED.label
+            row.cause for row in untrained if row.kind == RowKind.FAILED.label
         )
-        failures = [one.failure for one in self._store.failed.values() if one.failure]
-        self._kept_by_cause.update(one.cause for one in failures)
+        failures = [session.failure for session in self._store.failed.values() if session.failure]
+        self._kept_by_cause.update(failure.cause for failure in failures)
         sealed = locate_tickets(shards)
-        found = [sealed[one.ref] for one in self._list_finished() if one.ref in sealed]
-        if found:
-            log.info("%d tickets had been sealed before the restart", len(found))
-            self._recorder.record(TicketsSealed(found))
+        unrecorded = [sealed[t.ref] for t in self._list_finished() if t.ref in sealed]
+        if unrecorded:
+            log.info("%d tickets had been sealed before the restart", len(unrecorded))
+            self._recorder.record(TicketsSealed(unrecorded))
 
     def wake(self) -> None:
         self._wake_up.set()
@@ -142,19 +142,19 @@ class TicketSealer:
                 self._not_before = time.monotonic() + pause_s
 
     async def seal_training_tickets(self) -> int:
-        """Seal what is finished, settle it if the ledger answers; how many tickets were sealed."""
+        """Seal finished tickets, settle them if the ledger answers, and return their number."""
         count = await self._seal(self._seal_training_tickets())
         await self._try_settling()
         return count
 
     async def seal_all(self) -> None:
-        """Seal what is finished, what the trainer waits for first."""
+        """Seal all finished tickets and failed episodes, training tickets first."""
         await self._seal(self._seal_training_tickets())
         await self._seal(self._seal_untrained())
         await self._try_settling()
 
     def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
-        """Keep an ended session, unless enough failures of its cause are kept: then forget it."""
+        """Keep an ended session, or delete it if enough failures of its cause are kept."""
         if request.session_id in self._store.failed:
             return True
         must_keep = self._kept_by_cause[request.cause] < MAX_KEPT_PER_CAUSE
@@ -165,13 +165,13 @@ class TicketSealer:
             self._kept_by_cause[request.cause] += 1
         else:
             self._recorder.record(SessionDropped(request.session_id))
-        self._answered[request.session_id] = must_keep
-        while len(self._answered) > MAX_REMEMBERED_ANSWERS:
-            del self._answered[next(iter(self._answered))]
+        self._kept_by_session[request.session_id] = must_keep
+        while len(self._kept_by_session) > MAX_REMEMBERED_ANSWERS:
+            del self._kept_by_session[next(iter(self._kept_by_session))]
         return must_keep
 
     def find_past_keep_decision(self, session_id: str) -> bool | None:
-        return self._answered.get(session_id)
+        return self._kept_by_session.get(session_id)
 
     async def _try_settling(self) -> None:
         try:
@@ -180,7 +180,7 @@ class TicketSealer:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
     def _list_finished(self, *, evaluation: bool = False) -> list[FinishedTicket]:
-        return [one for one in self._store.finished.values() if one.is_evaluation is evaluation]
+        return [t for t in self._store.finished.values() if t.is_evaluation is evaluation]
 
     def _is_seal_due(self, tickets: Sequence[FinishedTicket], failed: Iterable[Session]) -> bool:
         since = [ticket.finished_at for ticket in tickets]
@@ -192,7 +192,7 @@ class TicketSealer:
         return bool(since) and (is_large or time.time() - min(since) >= self._config.seal_after_s)
 
     async def _seal(self, work: Coroutine[Any, Any, Sealed]) -> Sealed:
-        """Await a seal; a cancellation leaves it to come to its end."""
+        """Await a seal, which goes on if this is cancelled."""
         task = asyncio.ensure_future(work)
         self._seals.add(task)
         task.add_done_callback(self._seals.discard)
@@ -209,7 +209,7 @@ class TicketSealer:
                 self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
             if not rows_of:
                 return 0
-            rows = [row for found in rows_of.values() for row in found]
+            rows = [row for ticket_rows in rows_of.values() for row in ticket_rows]
             shard = await asyncio.to_thread(self._write_shard, rows)
             self._recorder.record(TicketsSealed(shard.list_sealed_tickets()))
             return len(shard.tickets)
@@ -222,12 +222,12 @@ class TicketSealer:
             rows = await asyncio.to_thread(_build_untrained_rows, tickets, failed, self._cell)
             if rows:
                 await asyncio.to_thread(self._write_shard, rows)
-            refs, failed_ids = [one.ref for one in tickets], [one.session_id for one in failed]
+            refs, failed_ids = [t.ref for t in tickets], [session.session_id for session in failed]
             self._recorder.record(UntrainedSealed(refs, failed_ids))
             await self._recorder.compact_grown_journal()
 
     def _write_shard(self, rows: Sequence[TrajectoryRow]) -> SealedShard:
-        """Runs in a thread: nothing changes in what is finished or has failed."""
+        """Write and index a shard, in a thread: finished and failed episodes no longer change."""
         began = time.monotonic()
         paths, kinds = self._paths, Counter(row.kind.label for row in rows)
         with time_span("seal", "shards", rows=len(rows)) as facts:
@@ -249,13 +249,13 @@ class TicketSealer:
                 return
             self._ledger.look_up()
             if tickets:
-                shards = dict.fromkeys(one.shard for one in tickets)
+                shards = dict.fromkeys(ticket.shard for ticket in tickets)
                 settle = SettleShardsRequest(self._cell, [*shards])
                 await self._ledger.call("/settle", settle, Acknowledged)
             for ref, reason in dropped.items():
                 drop = DropTicketRequest(self._cell, ref, reason)
                 await self._ledger.call("/drop", drop, Acknowledged)
-            self._recorder.record(TicketsAcknowledged([*(one.ref for one in tickets), *dropped]))
+            self._recorder.record(TicketsAcknowledged([*(t.ref for t in tickets), *dropped]))
             await self._recorder.compact_grown_journal()
 
     async def close(self) -> None:
@@ -287,15 +287,15 @@ def _build_untrained_rows(
     tickets: Sequence[FinishedTicket], failed: Sequence[Session], cell: str
 ) -> list[TrajectoryRow]:
     rows: list[TrajectoryRow] = []
-    builders = [(str(one.ref), one.build_rows) for one in tickets]
-    builders += [(one.session_id, one.build_failed_rows) for one in failed]
+    builders = [(str(ticket.ref), ticket.build_rows) for ticket in tickets]
+    builders += [(session.session_id, session.build_failed_rows) for session in failed]
     for name, build_rows in builders:
         try:
-            built = build_rows(cell)
+            episode_rows = build_rows(cell)
         except Exception:  # boundary: one episode must not keep the others from being sealed
             log.exception("the rows of %s cannot be built; it is not kept", name)
             continue
-        for row in built:
+        for row in episode_rows:
             if defect := find_row_defect(row):
                 log.error("a row of %s is not kept: %s", name, defect)
             else:

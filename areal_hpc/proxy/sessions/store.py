@@ -1,7 +1,7 @@
-"""Session store: sessions, keys, tickets, and the events that change them, as they are journaled.
+"""Store of sessions, keys and tickets, and the journaled events that change it.
 
-A live proxy applies an event after writing it; a restarted one applies what it reads. Nothing
-else changes a `SessionStore`, so both arrive at the same state.
+A live proxy applies an event after it has written it; a restarted one applies the events that it
+reads. Nothing else changes a `SessionStore`, so both reach the same state.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ from areal_hpc.wire.proxy import StartSessionRequest
 from areal_hpc.wire.trajectory import RowKind, RowRecord, TrajectoryRow, find_row_defect
 
 ROW_BYTES_PER_TOKEN = 17
-"""int32 id, uint8 mask, float32 log-probability, int64 version."""
+"""Size of an int32 id, a uint8 mask, a float32 log-probability and an int64 version."""
 SPENT_SESSION_RETENTION_S = 60.0
 MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 20
-"""Of a session's kept Responses: each has its request's tools and instructions once more."""
+"""Limit of stored Responses, each of which repeats its request's tools and instructions."""
 MAX_REMEMBERED_TICKETS = 4096
-"""Settled tickets whose repeated `/rl/finish_ticket` is still answered."""
+"""Settled tickets for which a repeated `/rl/finish_ticket` gets the same reply."""
 
 
 def generate_key() -> str:
@@ -47,7 +47,7 @@ def compute_key_digest(key: str) -> bytes:
 
 
 class SessionOpened(Struct, tag="opened", frozen=True):
-    """A driver opened a session. Of its keys only digests are kept."""
+    """Event that a session was opened, with digests of its keys."""
 
     session_id: str
     key_digest: bytes
@@ -55,18 +55,18 @@ class SessionOpened(Struct, tag="opened", frozen=True):
     opened_at: float = 0.0
     """Unix time."""
     control_digest: bytes = b""
-    """Of the key that opens rewards and the end; empty: the same key does."""
+    """Digest of the key for rewards and the end; empty if that is the same key."""
 
 
 class InteractionAdded(Struct, tag="interaction", frozen=True):
     session_id: str
     interaction: Interaction
     reply_digest: bytes = b""
-    """Of the `ReplySampled` that a client recorded by this; empty: the proxy recorded it."""
+    """Digest of the `ReplySampled` that a client records with this; empty if the proxy did."""
 
 
 class ReplySampled(Struct, tag="sampled", frozen=True):
-    """The session's client got a reply from `/generate`, and may record it once."""
+    """Event that the session's client got a reply from `/generate`, which it may record once."""
 
     session_id: str
     digest: bytes
@@ -74,13 +74,13 @@ class ReplySampled(Struct, tag="sampled", frozen=True):
 
 
 class RewardSet(Struct, tag="reward", frozen=True):
-    """An interaction got a reward; a second one replaces the first."""
+    """Event that an interaction got a reward; a second one replaces the first."""
 
     session_id: str
     interaction_id: str
     reward: Reward
     is_named: bool = False
-    """The agent named the interaction; else the last one has the reward of the episode."""
+    """Whether the agent named the interaction; else the reward is that of the episode."""
 
 
 class ConversationsMarkedAuxiliary(Struct, tag="auxiliary", frozen=True):
@@ -95,7 +95,7 @@ class SessionEnded(Struct, tag="ended", frozen=True):
 
 
 class SessionFailed(Struct, tag="failed", frozen=True):
-    """The ended session's episode failed: it is kept, but counts for no ticket."""
+    """Event that an ended session's episode failed: it is kept, but counts for no ticket."""
 
     session_id: str
     cause: str
@@ -104,13 +104,13 @@ class SessionFailed(Struct, tag="failed", frozen=True):
 
 
 class SessionDropped(Struct, tag="dropped", frozen=True):
-    """The session idled too long: nobody will finish it."""
+    """Event that a session is deleted, for example because it was idle for too long."""
 
     session_id: str
 
 
 class TicketFinished(Struct, tag="finished", frozen=True):
-    """The named sessions are the ticket's episodes; its other sessions are discarded."""
+    """Event that a ticket consists of the named sessions; its others are discarded."""
 
     ref: TicketRef
     session_ids: list[str]
@@ -118,27 +118,27 @@ class TicketFinished(Struct, tag="finished", frozen=True):
 
 
 class TicketDropped(Struct, tag="ticket_dropped", frozen=True):
-    """The finished ticket cannot become rows. The ledger may not know yet."""
+    """Event that a finished ticket cannot become rows, which the ledger has not acknowledged."""
 
     ref: TicketRef
     reason: str
 
 
 class TicketsSealed(Struct, tag="sealed", frozen=True):
-    """The tickets' rows lie in a sealed, indexed shard. The ledger may not know yet."""
+    """Event that tickets are in a sealed, indexed shard, which the ledger has not acknowledged."""
 
     tickets: list[SealedTicket]
 
 
 class UntrainedSealed(Struct, tag="untrained_sealed", frozen=True):
-    """Rows that are not for training lie in a sealed, indexed shard, or could not be built."""
+    """Event that rows not for training are in a sealed, indexed shard, or cannot be built."""
 
     refs: list[TicketRef]
     session_ids: list[str]
 
 
 class TicketsAcknowledged(Struct, tag="settled", frozen=True):
-    """The ledger acknowledged the tickets, sealed or dropped."""
+    """Event that the ledger acknowledged sealed or dropped tickets."""
 
     refs: list[TicketRef]
 
@@ -181,30 +181,30 @@ class Session:
         self.ended_at = 0.0
         self.failure: SessionFailed | None = None
         self.is_exported = False
-        """Its rows were handed over: it stays for a repeat alone, as of a reply that was lost."""
+        """Whether its rows were exported: then it is kept only for a repetition of the request."""
         self.in_flight = 0
         self.touched_at = time.monotonic()
         self.latest_messages = DecodedMessages()
         self.responses: dict[str, bytes] = {}
-        """Bodies of the newest Responses, by id, which may be asked for again."""
+        """Bodies of the newest Responses by id, which the client may retrieve."""
         self._response_bytes = 0
         self.calls = 0
-        """Model calls begun; numbers the seeds of a session."""
+        """Number of model calls begun, from which their seeds are derived."""
         self.sampled_tokens = 0
         self.reserved_tokens = 0
-        """That replies under way may sample, if the session has a limit of tokens."""
+        """Tokens that replies in flight may sample, if the session has a limit of tokens."""
         self.unrecorded_replies: Counter[bytes] = Counter()
         """Digests of replies from `/generate` that its client has not recorded."""
         self.recorded_bytes = 0
-        """Of all its events, about."""
+        """Approximate size of all its events."""
         self.receiving_bytes = 0
-        """Of bodies of its requests that are on their way."""
+        """Received bytes of request bodies that are not complete."""
         self.new_grammars: Counter[bytes] = Counter()
-        """Of calls under way; each was never used before."""
+        """Grammars of calls in flight that wait for their trial, by digest."""
         self.client = ""
         """User agent of its latest request."""
         self.defect = ""
-        """Why it cannot become rows; empty unless the journal holds unsound events of it."""
+        """Reason that it cannot become rows; empty unless the journal has unsound events of it."""
 
     @property
     def is_trained(self) -> bool:
@@ -220,7 +220,7 @@ class Session:
         return compute_episode_reward(self.tree, self.request.export.is_credited)
 
     def keep_response(self, response_id: str, body: bytes) -> None:
-        """Keep the body of a Response, in place of the oldest ones where they get too many."""
+        """Keep the body of a Response; drop the oldest ones beyond the limit."""
         self.responses[response_id] = body
         self._response_bytes += len(body)
         while (
@@ -241,7 +241,7 @@ class Session:
         rows = build_training_rows(self.tree, key, record, self.request.export)
         auxiliary_key = replace(key, kind=RowKind.AUXILIARY)
         auxiliary = build_auxiliary_rows(self.tree, auxiliary_key, record, len(rows))
-        # An unsound one is no reason to lose the episode.
+        # An unsound auxiliary row must not cost the episode.
         return rows + [row for row in auxiliary if find_row_defect(row) is None]
 
     def build_failed_rows(self, cell: str) -> list[TrajectoryRow]:
@@ -257,7 +257,7 @@ class Session:
         return build_failed_session_rows(self.tree, key, record)
 
     def count_uses_of_ignored_params(self) -> dict[str, int]:
-        return dict(Counter(name for one in self.tree for name in one.ignored))
+        return dict(Counter(name for call in self.tree for name in call.ignored))
 
     def _build_record(self, cell: str) -> RowRecord:
         return RowRecord(
@@ -272,23 +272,23 @@ class Session:
 
 
 class FinishedTicket:
-    """A ticket whose episodes all ended; nothing changes in them any more."""
+    """Ticket whose episodes all ended and no longer change."""
 
     def __init__(self, ref: TicketRef, sessions: list[Session], finished_at: float) -> None:
         self.ref = ref
         self.sessions = sessions
         self.finished_at = finished_at
         self.defect = next((session.defect for session in sessions if session.defect), "")
-        """Why it cannot become rows; empty for a sound ticket."""
+        """Reason that it cannot become rows; empty for a sound ticket."""
         plans: list[RowPlan] = []
         try:
-            plans = [plan for one in sessions for plan in plan_rows(one.tree, one.request.export)]
+            plans = [plan for s in sessions for plan in plan_rows(s.tree, s.request.export)]
         except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
             self.defect = self.defect or f"its rows cannot be planned: {error!r}"
         self.row_count = len(plans)
         self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].num_sequence_tokens for p in plans)
-        routes = (one.routes for plan in plans for one in plan.path)
-        self.row_bytes += sum(len(one.packed) for one in routes if one)
+        recorded = (call.routes for plan in plans for call in plan.path)
+        self.row_bytes += sum(len(routes.packed) for routes in recorded if routes)
 
     @property
     def is_evaluation(self) -> bool:
@@ -299,7 +299,7 @@ class FinishedTicket:
 
 
 class SessionStore:
-    """State of all sessions, and the only way to change it: `apply`."""
+    """State of all sessions and tickets, which `apply` alone changes."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -309,7 +309,7 @@ class SessionStore:
         """Sessions of failed episodes that are kept and not sealed yet, by id."""
         self.sealed: dict[TicketRef, SealedTicket] = {}
         self.dropped: dict[TicketRef, str] = {}
-        """Reasons of tickets that cannot be sealed, not yet acknowledged by the ledger."""
+        """Reasons that tickets cannot be sealed, until the ledger acknowledges them."""
         self.settled_rows: dict[TicketRef, int] = {}
         self._by_key: dict[bytes, Session] = {}
         self._by_control_key: dict[bytes, Session] = {}
@@ -321,7 +321,7 @@ class SessionStore:
         return self._by_control_key.get(compute_key_digest(key))
 
     def count_rows_of_ticket(self, ref: TicketRef) -> int | None:
-        """Number of rows that a finished ticket contributes; None if it is not finished."""
+        """Return the number of rows of a finished ticket; None if it is not finished."""
         if ref in self.finished:
             return self.finished[ref].row_count
         if ref in self.sealed:
@@ -331,7 +331,7 @@ class SessionStore:
         return self.settled_rows.get(ref)
 
     def apply(self, event: Event) -> None:
-        """Let `event` have happened. It must make sense now: callers check before they record."""
+        """Change the state by a valid event; callers check events before they record them."""
         match event:
             case SessionOpened():
                 session = Session(event)
@@ -341,7 +341,7 @@ class SessionStore:
             case InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
-                if event.reply_digest:  # its tokens have been counted as it was sampled
+                if event.reply_digest:  # `ReplySampled` counted its tokens
                     session.unrecorded_replies -= Counter([event.reply_digest])
                 else:
                     session.sampled_tokens += event.interaction.num_output_tokens
@@ -415,26 +415,26 @@ class SessionStore:
     def _remove_session(self, session: Session) -> None:
         del self.sessions[session.session_id]
         opened = session.opened
-        for known, digest in (
+        for sessions, digest in (
             (self._by_key, opened.key_digest),
             (self._by_control_key, opened.control_digest or opened.key_digest),
         ):
-            if known.get(digest) is session:  # not if it was given on
-                del known[digest]
+            if sessions.get(digest) is session:  # a newer session may have the same key
+                del sessions[digest]
 
     def list_droppable_sessions(self, older_than_s: float) -> list[Session]:
-        """Sessions that nobody used for so long, apart from those of finished tickets.
+        """List sessions that were idle for longer than `older_than_s`, without finished tickets'.
 
         A ticket's sessions wait for one another: none of them is idle while one is used. An ended
-        session that is not recorded has no use but to answer a repeated end, and one that was
-        exported but to answer a repeated export.
+        session that is not recorded serves only a repeated end, and an exported one only a repeated
+        export: these are listed sooner.
         """
         now = time.monotonic()
         used_at: dict[TicketRef, float] = {}
         for session in self.sessions.values():
             if (ref := session.request.ref) is not None:
-                used = now if session.in_flight else session.touched_at
-                used_at[ref] = max(used_at.get(ref, used), used)
+                last_used = now if session.in_flight else session.touched_at
+                used_at[ref] = max(used_at.get(ref, last_used), last_used)
 
         def is_idle(session: Session) -> bool:
             ref = session.request.ref

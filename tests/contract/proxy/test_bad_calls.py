@@ -194,7 +194,7 @@ def test_calls_do_not_wait_for_a_parser_process_that_went_wrong(tmp_path: Path) 
             for _ in range(2):
                 request = ToolGrammarRequest(parsers.allocate_id(), [], "", True, None, True)
                 with pytest.raises(ParserLostError):
-                    await asyncio.wait_for(parsers.ask(request), PATIENCE_S)
+                    await asyncio.wait_for(parsers.send_request(request), PATIENCE_S)
         finally:
             await parsers.close()
 
