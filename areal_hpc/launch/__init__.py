@@ -1,1 +1,1 @@
-"""Recipe -> jobs: planned, put in place, then started here or queued on Slurm."""
+"""From a recipe to jobs: plan a run, prepare its directory, start or submit its jobs."""

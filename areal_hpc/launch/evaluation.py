@@ -1,6 +1,7 @@
-"""Evaluation without a trainer (`areal-hpc eval`): of a model directory, or a checkpoint of a run.
+"""Evaluation of a model directory or of a run's checkpoint without a trainer (`areal-hpc eval`).
 
-It is one job, here or under Slurm: a cell that serves what it loads, and a ledger that asks itself.
+It is one job, here or under Slurm: a cell that serves the weights that it loads, and a ledger that
+starts the evaluation itself.
 """
 
 import json
@@ -51,15 +52,15 @@ _ONE_CELL_OVERRIDES = (
     "evaluation.separate_cell=false",
     "evaluation.keep_best=''",
 )
-"""What an evaluation has of a run: one cell, and no training."""
+"""Overrides that reduce a run to an evaluation: one cell, and no training."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTarget:
     recipe: Recipe
-    """Its run directory is that of the evaluation."""
+    """Recipe whose run directory is that of the evaluation."""
     model: Path
-    """In Hugging Face format; `prepare_inputs` writes that of a checkpoint."""
+    """Model in Hugging Face format; `prepare_inputs` exports it from a checkpoint."""
     run: RunPaths | None = None
     step: int | None = None
 
@@ -86,7 +87,7 @@ def find_target(
     overrides: Sequence[str] = (),
     site: Path | None = None,
 ) -> EvaluationTarget:
-    """What a directory holds: a run, or a model that a `recipe` says how to evaluate.
+    """Find the target in a directory: a run, or a model with a `recipe` for evaluating it.
 
     Raises:
         RecipeError: There is neither, the run has no such checkpoint, or a recipe is missing.
@@ -123,15 +124,15 @@ def _find_target_in_run(
 ) -> EvaluationTarget:
     recorded = load_recipe(run.recipe)
     version = choose_version(run, step)
-    places = [
+    directory_overrides = [
         f"cluster.fileroot={json.dumps(str(run.eval_command_runs_dir))}",
         f"trial_name={recorded.trial_name}-{version}",
     ]
-    sited = []
-    if site is not None:  # the recorded recipe holds every key, so they have to win over it
+    site_overrides = []
+    if site is not None:  # the recorded recipe holds every key, so the site's must override it
         keys = flatten_keys(OmegaConf.to_container(read_site_file(site)))
-        sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
-    all_overrides = [*sited, *places, *overrides, *_ONE_CELL_OVERRIDES]
+        site_overrides = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
+    all_overrides = [*site_overrides, *directory_overrides, *overrides, *_ONE_CELL_OVERRIDES]
     start = get_initial_policy_path(recorded, run).resolve()
     recipe = load_recipe(run.recipe, [*all_overrides, f"model.path={json.dumps(str(start))}"])
     if version.step == 0:
@@ -142,27 +143,28 @@ def _find_target_in_run(
 
 
 def choose_version(run: RunPaths, step: int | None) -> WeightVersion:
-    """The weights to evaluate: of the newest checkpoint unless one is asked for; 0 is the start."""
+    """Return the version of a step, or of the newest checkpoint; step 0 is the initial model."""
     if step == 0:
         return WeightVersion(0, 0)
-    states = [one.state for one in list_checkpoints(run.checkpoints_dir)]
-    chosen = [one for one in states if step in (None, one.step)]
-    if chosen:
-        return WeightVersion(chosen[-1].generation, chosen[-1].step)
-    held = ", ".join(map(str, (0, *(one.step for one in states))))
+    states = [checkpoint.state for checkpoint in list_checkpoints(run.checkpoints_dir)]
+    matches = [state for state in states if step in (None, state.step)]
+    if matches:
+        return WeightVersion(matches[-1].generation, matches[-1].step)
+    available = ", ".join(map(str, (0, *(state.step for state in states))))
     raise RecipeError(
         f"there is no checkpoint of step {step}" if states else "the run has no checkpoint yet",
         key=str(run.checkpoints_dir),
-        hint=f"--step takes one of {held}; 0 is the model that the run started from",
+        hint=f"--step takes one of {available}; 0 is the model that the run started from",
     )
 
 
 def _link_tasks(run: RunPaths, recipe: Recipe, paths: RunPaths) -> None:
-    recorded = {one.name: one.dataset for one in load_recipe(run.recipe).evaluation_sets}
+    recorded_sets = load_recipe(run.recipe).evaluation_sets
+    recorded = {recorded_set.name: recorded_set.dataset for recorded_set in recorded_sets}
     files = [run.dataset("train"), run.train_source_sizes]
-    for one in recipe.evaluation_sets:
-        if recorded.get(one.name) == one.dataset:
-            files.append(run.evaluation_tasks(one.name))
+    for wanted in recipe.evaluation_sets:
+        if recorded.get(wanted.name) == wanted.dataset:
+            files.append(run.evaluation_tasks(wanted.name))
     paths.data_dir.mkdir(exist_ok=True)
     for file in files:
         link = paths.data_dir / file.name
@@ -177,48 +179,49 @@ def _export_checkpoint(
     print_line(f"export   step {step} to {target}")
     python = get_interpreter("train", recipe.cluster.train.python)
     command = [python, "-m", "areal_hpc", "export", str(run.root)]
-    ended = subprocess.run(
+    export = subprocess.run(
         [*command, "--step", str(step), "--out", str(target)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if ended.returncode:
+    if export.returncode:
         raise ClusterError(
-            f"the checkpoint of step {step} could not be exported: {ended.stderr.strip()[-800:]}",
+            f"the checkpoint of step {step} could not be exported: {export.stderr.strip()[-800:]}",
             key=str(run.checkpoints_dir),
             hint="areal-hpc export tells more",
         )
 
 
 LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
-"""Version of the weights that replicas load: of no generation, as no trainer made them here."""
+"""Version of the weights that replicas load; generation 0: no trainer made them here."""
 
 
 def build_evaluation_planner(sets: Sequence[EvaluationSet]) -> StagePlanner:
-    return partial(plan_evaluation, set_names={one.name for one in sets})
+    return partial(plan_evaluation, set_names={wanted.name for wanted in sets})
 
 
 def plan_evaluation(
     recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None, set_names: Collection[str]
 ) -> tuple[JobStage, ...]:
-    """The job `evaluation`: a cell that serves what it loads, and the ledger on its first task."""
+    """Plan the job `evaluation`: a cell, and the ledger on its first task."""
     if plan_inputs is None:
         plan_inputs = PlanInputs(1, {}, "python", ())
     sets = [
-        one
-        for one in recipe.evaluation_sets
-        if one.name in set_names and plan_inputs.tasks_by_evaluation_set.get(one.name)
+        evaluation_set
+        for evaluation_set in recipe.evaluation_sets
+        if evaluation_set.name in set_names
+        and plan_inputs.tasks_by_evaluation_set.get(evaluation_set.name)
     ]
-    known = {one.name: plan_inputs.tasks_by_evaluation_set[one.name] for one in sets}
+    task_counts = {wanted.name: plan_inputs.tasks_by_evaluation_set[wanted.name] for wanted in sets}
     ledger = LedgerJobConfig(
         run_dir=paths.root,
         n_train_tasks=1,
-        tasks_by_evaluation_set=known,
-        evaluates={one.name: min(one.tasks, known[one.name]) for one in sets},
+        tasks_by_evaluation_set=task_counts,
+        evaluates={wanted.name: min(wanted.tasks, task_counts[wanted.name]) for wanted in sets},
     ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
     job = plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION)
-    # The agents' Python: there is no trainer, and its environment need not be there.
+    # The agents' Python: without a trainer its environment may be missing.
     processes = [replace(ledger, role="agents"), *job.processes]
     stage = JobStage(
         EVALUATION_CELL,
@@ -231,7 +234,7 @@ def plan_evaluation(
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
-    known = {one.name: one for one in recipe.evaluation_sets}
+    known = {known_set.name: known_set for known_set in recipe.evaluation_sets}
     if unknown := [name for name in names if name not in known]:
         raise RecipeError(
             f"the recipe has no evaluation set {unknown[0]}",
@@ -241,75 +244,75 @@ def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
     if not known:
         hint = "set valid_dataset, or add a set to evaluation.sets"
         raise RecipeError("the recipe has no evaluation set", key="evaluation.sets", hint=hint)
-    return [one for name, one in known.items() if not names or name in names]
+    return [known_set for name, known_set in known.items() if not names or name in names]
 
 
 def check_recorded_settings(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> None:
-    """Demand that what the evaluation's directory holds is of this model, played in this way.
+    """Check that the results in the evaluation's directory used this model and these settings.
 
     Raises:
-        RecipeError: It is of another model, or a set was played by other settings.
+        RecipeError: They are of another model, or a set was played with other settings.
     """
     if not target.paths.recipe.exists():
         return
     recorded = load_recipe(target.paths.recipe)
-    played = {one.name: one for one in recorded.evaluation_sets}
+    recorded_sets = {played.name: played for played in recorded.evaluation_sets}
     hint = f"set another trial_name, or remove {target.paths.root}"
     problems = []
     if recorded.model.path != target.recipe.model.path:
         message = f"the results there are of {recorded.model.path}, not of {target.model}"
         problems.append(Problem(message, "model.path", hint))
-    for one in sets:
-        before = played.get(one.name, one)
+    for wanted in sets:
+        before = recorded_sets.get(wanted.name, wanted)
         for key in ("n_samples", "sampling", "workflow", "workflow_kwargs"):
-            old, new = getattr(before, key), getattr(one, key)
+            old, new = getattr(before, key), getattr(wanted, key)
             if old != new:
                 is_private = key == "workflow_kwargs"  # it may hold keys of services
                 difference = "other arguments" if is_private else f"{old!r}, got {new!r}"
-                message = f"set {one.name} was played with {difference}"
+                message = f"set {wanted.name} was played with {difference}"
                 problems.append(Problem(message, f"evaluation.{key}", hint))
     if problems:
         raise RecipeError.from_problems(problems)
 
 
 def list_unfinished_sets(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> list[str]:
-    """Names of the sets without a result, or with one of fewer tasks than are asked for."""
-    missing = []
-    for one in sets:
-        tasks = target.paths.evaluation_tasks(one.name)
-        result = read_evaluation(target.paths, STEP_OF_LOADED_WEIGHTS, one.name)
-        there = count_materialized_rows(tasks) if result else 0
-        if result is None or result.n_tasks != min(one.tasks, there):
-            missing.append(one.name)
-    return missing
+    """Return the names of the sets without a result, or whose result has too few tasks."""
+    unfinished = []
+    for wanted in sets:
+        tasks = target.paths.evaluation_tasks(wanted.name)
+        result = read_evaluation(target.paths, STEP_OF_LOADED_WEIGHTS, wanted.name)
+        available = count_materialized_rows(tasks) if result else 0
+        if result is None or result.n_tasks != min(wanted.tasks, available):
+            unfinished.append(wanted.name)
+    return unfinished
 
 
 def find_report_of_step(
     target: EvaluationTarget, step: int, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
-    """What is known of another step of the run: by an evaluation of its own, or from training.
+    """Find results of another step of the run, from its own evaluation or from training.
 
-    Its own lies beside that of the target. Training may have evaluated a step whose checkpoint is
-    gone.
+    Its own evaluation is in a folder beside the target's. Training may have evaluated a step whose
+    checkpoint is gone.
 
     Raises:
-        RecipeError: Nothing is, or what is evaluated is no checkpoint of a run.
+        RecipeError: There are none, or the target is no checkpoint of a run.
     """
     if (run := target.run) is None:
         message = "a step of which run? What is evaluated is a model"
         raise RecipeError(message, key="--compare", hint="give a file of results")
-    metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_step_report(run, step, metrics).sets
+    metrics = {wanted.name: (wanted.metrics, wanted.pass_reward) for wanted in sets}
+    results = build_step_report(run, step, metrics).sets
     try:
         own = find_target(run.root, step=step, recipe=None).paths
     except RecipeError:
-        if not found:
+        if not results:
             raise
     else:
         beside = RunPaths(target.paths.root.with_name(own.root.name))
-        found = found | build_step_report(beside, STEP_OF_LOADED_WEIGHTS, metrics).sets
-    if found:
-        return EvaluationReport("", str(run.root), step, found)
+        results = results | build_step_report(beside, STEP_OF_LOADED_WEIGHTS, metrics).sets
+    if results:
+        return EvaluationReport("", str(run.root), step, results)
     raise RecipeError(
         f"the weights of step {step} were not evaluated on {', '.join(metrics)}",
         key="--compare",
@@ -320,10 +323,10 @@ def find_report_of_step(
 def build_evaluation_report(
     target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
-    metrics = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_step_report(target.paths, STEP_OF_LOADED_WEIGHTS, metrics).sets
+    metrics = {wanted.name: (wanted.metrics, wanted.pass_reward) for wanted in sets}
+    results = build_step_report(target.paths, STEP_OF_LOADED_WEIGHTS, metrics).sets
     run = str(target.run.root) if target.run is not None else ""
-    return EvaluationReport(str(target.model), run, target.step, found)
+    return EvaluationReport(str(target.model), run, target.step, results)
 
 
 def run_evaluation(

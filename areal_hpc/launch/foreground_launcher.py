@@ -1,4 +1,4 @@
-"""Foreground launcher: run a plan's jobs here, or in an allocation; restart failed ones."""
+"""Foreground launcher: it runs a plan's jobs here or in an allocation, and restarts failed jobs."""
 
 import os
 import time
@@ -37,23 +37,23 @@ from areal_hpc.slurm.submit import JobHandle, stop_jobs
 
 POLL_S = 0.2
 STOP_MARGIN_S = 3.0
-"""Time on top of a job's own grace before the launcher kills it."""
+"""Time beyond a job's own grace time before the launcher kills it."""
 STOPPING_MESSAGE = (
     "\nstopping: jobs save a checkpoint if there is time; the last one is kept in any case.\n"
     "Ctrl-C again ends them at once"
 )
 LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
-"""Of a job of this machine. Progress: see `job_made_progress`."""
+"""Policy for jobs on this machine. `job_made_progress` defines progress."""
 
 
 class ProgressReporter(Protocol):
-    """Shows a person what is going on."""
+    """Display of a run's progress for a person."""
 
     def print_line(self, message: str) -> None:
-        """One line that stays."""
+        """Print a permanent line."""
 
     def show_progress(self, stage: str) -> None:
-        """Refresh what changes. Called several times a second."""
+        """Refresh the progress display; the launcher calls this several times a second."""
 
 
 def run(
@@ -66,12 +66,12 @@ def run(
     allocation: Allocation | None = None,
     plan: StagePlanner = plan_run,
 ) -> None:
-    """Run a recipe from where it stands to its end; `stop` stops all jobs.
+    """Run a recipe from its last checkpoint to its end; `stop` stops all jobs.
 
-    Jobs run on this machine, or as steps of the allocation that it is given.
+    Jobs run on this machine, or as steps of `allocation`.
 
     Raises:
-        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        RecipeError: Something that the recipe names is missing or wrong; lists all problems.
         ClusterError: Another launcher works in this run directory, or the allocation ends.
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
@@ -103,7 +103,7 @@ def run(
         except AllocationEndError as error:
             end_reason = error.problems[0].message
             raise
-        finally:  # of a launcher that was killed there is no such event
+        finally:  # a killed launcher leaves no such event
             events.record(LAUNCHER_ENDED_EVENT, signal=stop.signal_name, reason=end_reason)
 
 
@@ -115,7 +115,7 @@ def run_standalone_stage(
     reporter: ProgressReporter,
     stop: StopEvent,
 ) -> None:
-    """Run a stage that is no part of a run's plan, in a directory that is in place already."""
+    """Run a stage outside a run's plan, in a directory that is already prepared."""
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
         ready = PreparedRun(paths, create_attempt_log_dir(paths), pythons, (stage,))
@@ -127,12 +127,12 @@ def run_standalone_stage(
 def job_made_progress(
     job: str, *, steps_taken: int, steps_left: int, lived_s: float, is_leader: bool = False
 ) -> bool:
-    """True if the job did some of the work that it was submitted for, `lived_s` ago. Pure.
+    """Return whether a job did some of its work in the `lived_s` since its submission. Pure.
 
-    `steps_taken` are the run's since then.
+    `steps_taken` counts the run's steps since then.
     """
     if job == EVALUATION_CELL and steps_left > 0 and not is_leader:
-        return True  # before the last step there is nothing that its loss could hold up
+        return True  # its loss delays nothing before the last step
     is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
     return steps_taken > 0 or (is_cell and lived_s >= LOCAL_RESTART_POLICY.healthy_s)
 
@@ -142,14 +142,14 @@ class _JobInProgress:
     spec: JobSpec
     handle: JobHandle
     progress_at_submission: int
-    """Progress of its stage when it was submitted."""
+    """Progress of the job's stage when the job was submitted."""
     submitted_at: float
     failures: int = 0
-    """Submissions in a row that failed without progress."""
+    """Consecutive submissions that failed without progress."""
 
 
 class ForegroundLauncher:
-    """Submits the jobs of a stage and stays until they are done."""
+    """Launcher that submits the jobs of a stage and waits until they are done."""
 
     def __init__(
         self,
@@ -175,11 +175,11 @@ class ForegroundLauncher:
             self._reporter.print_line(line)
         try:
             for spec in stage.jobs:
-                handle, reached = self._submit_job(spec), self._read_progress(stage)
-                self._jobs.append(_JobInProgress(spec, handle, reached, time.monotonic()))
+                handle, progress = self._submit_job(spec), self._read_progress(stage)
+                self._jobs.append(_JobInProgress(spec, handle, progress, time.monotonic()))
             self._await_stage_end(stage)
         finally:
-            jobs = (self._paths.job(one.name) for one in stage.jobs)
+            jobs = (self._paths.job(spec.name) for spec in stage.jobs)
             grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
             grace_s += max(map(read_checkpoint_duration_s, jobs))
             handles = [job.handle for job in self._jobs]
@@ -215,48 +215,49 @@ class ForegroundLauncher:
             failure = self._find_job_failure(job)
             if failure is not None and not stage.done_marker.exists():
                 self._place.check_place()
-                self._answer_job_failure(stage, job, failure)
+                self._handle_job_failure(stage, job, failure)
         return False
 
-    def _answer_job_failure(
+    def _handle_job_failure(
         self, stage: JobStage, job: _JobInProgress, failure: JobFailedError
     ) -> None:
-        reached, now = self._read_progress(stage), time.monotonic()
-        progress = job_made_progress(
+        progress, now = self._read_progress(stage), time.monotonic()
+        progressed = job_made_progress(
             job.spec.name,
-            steps_taken=reached - job.progress_at_submission,
-            steps_left=self._recipe.trainer.total_steps - reached,
+            steps_taken=progress - job.progress_at_submission,
+            steps_left=self._recipe.trainer.total_steps - progress,
             lived_s=now - job.submitted_at,
             is_leader=job.spec is stage.leader,
         )
-        job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progress)
-        cells = {one.spec.name for one in self._jobs if one.spec.name.startswith(CELL_PREFIX)}
+        job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progressed)
+        names = [other.spec.name for other in self._jobs]
+        cells = {name for name in names if name.startswith(CELL_PREFIX)}
         is_dispensable = job.spec.name in cells and len(cells) > 1
         decision = LOCAL_RESTART_POLICY.decide(
             [failure.code], job.failures, is_dispensable=is_dispensable
         )
         if decision == "fail":
             raise failure
-        what = failure.problems[0].message.splitlines()[0].rstrip(":")
+        message = failure.problems[0].message.splitlines()[0].rstrip(":")
         job.handle.kill()
         if decision == "continue_without":
-            self._reporter.print_line(f"{what}; the run goes on without this job")
+            self._reporter.print_line(f"{message}; the run goes on without this job")
             self._jobs.remove(job)
         else:
-            self._reporter.print_line(f"{what}; this job is started again")
+            self._reporter.print_line(f"{message}; this job is started again")
             job.handle = self._submit_job(job.spec)
-            job.progress_at_submission, job.submitted_at = reached, now
+            job.progress_at_submission, job.submitted_at = progress, now
 
     def _find_job_failure(self, job: _JobInProgress) -> JobFailedError | None:
         handle = job.handle
-        is_done = handle.is_done()  # asked first: exits are written before a job is done
+        is_done = handle.is_done()  # checked first: exits are written before a job is done
         task_exits = handle.read_task_exits()
         if (crash := find_crash_error(handle.name, task_exits)) is not None or not is_done:
             return crash
-        what, key = "before its work was done", self._log_dir / handle.name
+        end, key = "before its work was done", self._log_dir / handle.name
         hint = "run the same command again to resume"
         if not task_exits:
-            what, key = "without an exit status", handle.output_dir
+            end, key = "without an exit status", handle.output_dir
             hint = "read the files in that folder"
         code = ClusterError.exit_code
-        return JobFailedError(f"job {handle.name} ended {what}", key=str(key), hint=hint, code=code)
+        return JobFailedError(f"job {handle.name} ended {end}", key=str(key), hint=hint, code=code)

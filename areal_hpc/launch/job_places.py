@@ -1,4 +1,4 @@
-"""Places of a foreground launcher's jobs: its machine, or the Slurm allocation that it runs in.
+"""Places where a foreground launcher runs jobs: this machine, or a Slurm allocation.
 
 On this machine each task of a job gets GPUs of its own. In an allocation each job is a step.
 """
@@ -48,7 +48,7 @@ from areal_hpc.slurm.steps import (
 from areal_hpc.slurm.submit import JobHandle, submit_local, write_launch_file
 
 GpuAssignment = Mapping[str, list[list[str]]]
-"""By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
+"""GPUs of each task of a job, in the order of ranks, by the job's name."""
 
 
 def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
@@ -58,7 +58,7 @@ def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
 def find_gpu_problems(
     recipe: Recipe, environ: Mapping[str, str], stages: Sequence[JobStage] | None = None
 ) -> list[Problem]:
-    """Why the GPUs that are visible do not do for the stages of a run, or for others."""
+    """Find out why the visible GPUs are not enough for `stages`, by default those of the run."""
     try:
         usable = find_usable_gpus(recipe, environ)
     except RecipeError as error:
@@ -79,9 +79,9 @@ def _find_misfits(stages: Sequence[JobStage], place: Callable[[JobStage], object
 
 
 def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> GpuAssignment:
-    """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
+    """Assign GPUs to every task of a stage, no GPU twice: a stage's jobs run at the same time.
 
-    A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
+    A task that computes on the CPU gets none; `auto` means the CPU only if no GPU is visible.
 
     Raises:
         RecipeError: There are too few.
@@ -90,9 +90,9 @@ def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> G
     is_cpu = recipe.trainer.device == "auto" and not visible_gpus.ids
     if needed > len(visible_gpus.ids) and not is_cpu:
         raise RecipeError.from_problems([_describe_shortage(stage, needed, visible_gpus, recipe)])
-    left = iter(visible_gpus.ids)
+    free = iter(visible_gpus.ids)
     return {
-        job.name: [list(islice(left, job.gpus_per_task)) for _ in range(job.tasks)]
+        job.name: [list(islice(free, job.gpus_per_task)) for _ in range(job.tasks)]
         for job in stage.jobs
     }
 
@@ -106,7 +106,7 @@ def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
 def _describe_shortage(
     stage: JobStage, needed: int, visible_gpus: VisibleGpus, recipe: Recipe
 ) -> Problem:
-    keys, lower, needs, inference = [], [], [], recipe.inference
+    keys, keys_to_lower, needs, inference = [], [], [], recipe.inference
     kinds = {job.is_task_a_node for job in stage.jobs}
     for job in stage.jobs:
         shape = f"{job.tasks} ranks x 1"
@@ -115,15 +115,15 @@ def _describe_shortage(
         needs.append(f"{job.name} {shape} = {job.tasks * job.gpus_per_task}")
     if False in kinds:
         keys.append("trainer.parallel")
-        lower.append("trainer.parallel.dp")
+        keys_to_lower.append("trainer.parallel.dp")
     if True in kinds:
         keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
-        lower.append("these keys of inference")
+        keys_to_lower.append("these keys of inference")
     if stage.others and recipe.evaluation.separate_cell:
         keys.append("evaluation.separate_cell")
-    shown = len(visible_gpus.ids)
-    hint = f"lower {' or '.join(lower)}, or use several nodes with areal-hpc submit"
-    if shown < len(kinds):
+    visible = len(visible_gpus.ids)
+    hint = f"lower {' or '.join(keys_to_lower)}, or use several nodes with areal-hpc submit"
+    if visible < len(kinds):
         hint = (
             f"at least {len(kinds)} are needed: trainer ranks and SGLang share none; use "
             "trainer.device=cpu, or nodes with GPUs by areal-hpc submit"
@@ -131,14 +131,14 @@ def _describe_shortage(
     return Problem(
         f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
         f"({', '.join(needs)}), "
-        f"this machine shows {shown} ({visible_gpus.source})",
+        f"this machine shows {visible} ({visible_gpus.source})",
         ", ".join(keys),
         hint,
     )
 
 
 class ThisMachine(AbstractContextManager["ThisMachine"]):
-    """Runs jobs as processes of this machine, each with GPUs of its own."""
+    """Place whose jobs are processes of this machine, each with GPUs of its own."""
 
     def __init__(self, recipe: Recipe, prepared_run: PreparedRun) -> None:
         self._recipe = recipe
@@ -146,10 +146,10 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
         self._gpus: GpuAssignment = {}
 
     def __exit__(self, *raised: object) -> None:
-        """Leave the place. Nothing is to be done for this machine."""
+        """Leave the place; this machine needs no cleanup."""
 
     def assign_stage(self, stage: JobStage) -> Iterable[str]:
-        """Decide what each job gets; lines that say so."""
+        """Assign resources to each job; return lines that describe them."""
         usable = find_usable_gpus(self._recipe, os.environ)
         self._gpus = assign_gpus(stage, usable, self._recipe)
         if self._recipe.trainer.device == "auto" and not usable.ids:
@@ -164,23 +164,23 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
         return submit_local(launch, run_task)
 
     def check_time_left(self) -> None:
-        """Called as often as jobs are polled. This machine has no time limit."""
+        """Raise an error shortly before the place's time limit; this machine has none."""
 
     def check_place(self) -> None:
-        """Called when a job has failed. This machine is there as long as this process."""
+        """Raise an error, after a failure of a job, if the place is gone; this machine never is."""
 
 
 HEARTBEATS_PER_END_CHECK = 3
-"""Heartbeats between two questions to Slurm about the allocation's end."""
+"""Heartbeats between two queries of the allocation's end."""
 NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
 
 
 class AllocationEndError(ClusterError):
-    """The allocation is over, or about to be; the run can go on in another."""
+    """Allocation that has ended or ends soon; the run can resume in another one."""
 
 
 def limit_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
-    """As many GPUs of each node as `cluster.gpus` says. Pure."""
+    """Limit the GPUs of each node to `cluster.gpus`. Pure."""
     if wanted_gpus == "auto":
         return allocation
     if isinstance(wanted_gpus, tuple):
@@ -191,28 +191,28 @@ def limit_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
             hint=f"use cluster.gpus={len(wanted_gpus)}, that many of each node, "
             "or cluster.gpus=auto",
         )
-    most = 0 if wanted_gpus == "none" else wanted_gpus
-    nodes = tuple(replace(node, gpus=min(node.gpus, most)) for node in allocation.nodes)
+    limit = 0 if wanted_gpus == "none" else wanted_gpus
+    nodes = tuple(replace(node, gpus=min(node.gpus, limit)) for node in allocation.nodes)
     return replace(allocation, nodes=nodes)
 
 
 def place_stage(
     stage: JobStage, recipe: Recipe, allocation: Allocation
 ) -> dict[str, StepPlacement]:
-    """Nodes of every job of a stage; `auto` means the CPU where the allocation has no GPU."""
+    """Place the jobs of a stage on nodes; `auto` means the CPU if the allocation has no GPU."""
     usable = limit_gpus(allocation, recipe.cluster.gpus)
     is_cpu = recipe.trainer.device == "auto" and not usable.gpus
     return place_steps(stage.jobs, usable, is_cpu=is_cpu)
 
 
 def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
-    """What keeps an allocation from carrying the stages of a run, each thing once."""
+    """Find out why an allocation is too small for the stages of a run; each problem once."""
     stages = plan_run(recipe, RunPaths(recipe.run_dir))
     return _find_misfits(stages, lambda stage: place_stage(stage, recipe, allocation))
 
 
 def format_placement(step: StepPlacement) -> str:
-    """Nodes of a job, and what it has of each."""
+    """Format the nodes of a job and its resources on each."""
     parts = [
         f"{format_count(step.tasks_per_node, 'task')} of {format_count(step.cpus_per_task, 'CPU')}"
     ]
@@ -224,15 +224,16 @@ def format_placement(step: StepPlacement) -> str:
 def describe_planned_steps(
     recipe: Recipe, allocation: Allocation, pythons: dict[str, str]
 ) -> Iterator[str]:
-    """Lines: where every job of a run would run, and the command line of its step."""
+    """Describe, line by line, the nodes of every job of a run and the command of its step."""
     paths = RunPaths(recipe.run_dir.resolve())
     for stage in plan_run(recipe, paths):
         yield f"stage {stage.name} in allocation {allocation.job_id}"
-        placed = place_stage(stage, recipe, allocation)
-        yield from (f"  {format_placement(step)}" for step in placed.values())
+        placements = place_stage(stage, recipe, allocation)
+        yield from (f"  {format_placement(step)}" for step in placements.values())
         for spec in stage.jobs:
+            step, step_name = placements[spec.name], f"{spec.name}.1"
             command = _build_step_command(
-                spec, placed[spec.name], f"{spec.name}.1", allocation.job_id, recipe, paths, pythons
+                spec, step, step_name, allocation.job_id, recipe, paths, pythons
             )
             yield f"  {shlex.join(command)}"
 
@@ -262,7 +263,7 @@ def _build_step_command(
 
 
 class HeldAllocation(ThisMachine):
-    """Runs jobs as `srun` steps of an allocation, writes their heartbeats, stops before its end."""
+    """Allocation whose `srun` steps are the jobs; it writes heartbeats and stops before its end."""
 
     def __init__(self, recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation) -> None:
         super().__init__(recipe, prepared_run)
@@ -270,7 +271,7 @@ class HeldAllocation(ThisMachine):
         self._clock = SlurmControllerClock()
         self._ends_at = allocation.ends_at
         self._is_preempted = False
-        self._placed: dict[str, StepPlacement] = {}
+        self._placements: dict[str, StepPlacement] = {}
         self._running: dict[str, StepNote] = {}
         self._beat = 0
         self._is_over = threading.Event()
@@ -288,10 +289,10 @@ class HeldAllocation(ThisMachine):
 
     def _beat_until_over(self) -> None:
         while not self._is_over.wait(HEARTBEAT_PERIOD_S):
-            with contextlib.suppress(OSError):  # the storage is away, for the steps as well
+            with contextlib.suppress(OSError):  # storage fails, for the steps as well
                 self._write_heartbeat_note()
             if self._beat % HEARTBEATS_PER_END_CHECK == 0:
-                with contextlib.suppress(ClusterError):  # what was known before holds
+                with contextlib.suppress(ClusterError):  # the facts of the last query hold
                     facts = scontrol.query_job(self._allocation.job_id)
                     self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
 
@@ -303,13 +304,13 @@ class HeldAllocation(ThisMachine):
         write_allocation_note(self._prepared_run.paths, note)
 
     def assign_stage(self, stage: JobStage) -> Iterable[str]:
-        self._placed = place_stage(stage, self._recipe, self._allocation)
+        self._placements = place_stage(stage, self._recipe, self._allocation)
         self._running = {}
-        return [f"step     {format_placement(step)}" for step in self._placed.values()]
+        return [f"step     {format_placement(step)}" for step in self._placements.values()]
 
     def submit_job(self, spec: JobSpec) -> JobHandle:
-        """Start a job as a step. Tasks of a step with a lower number stop, on whatever node."""
-        paths, placement = self._prepared_run.paths, self._placed[spec.name]
+        """Start a job as a step; tasks of its steps with lower numbers stop, on any node."""
+        paths, placement = self._prepared_run.paths, self._placements[spec.name]
         job, job_id = paths.job(spec.name), self._allocation.job_id
         network = self._recipe.cluster.slurm.network
         for folder in (job.starts_dir, job.steps_dir):
@@ -327,7 +328,7 @@ class HeldAllocation(ThisMachine):
             self._recipe,
             network.build_environment_variables(),
             step=step,
-            # Of a step without any Slurm says nothing: its processes would see the node's.
+            # For a step without GPUs Slurm sets no variable: its processes would see the node's.
             gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
         )
         write_launch_file(launch)
@@ -338,14 +339,14 @@ class HeldAllocation(ThisMachine):
         return SrunStepJob(launch, job_id, step_name, command)
 
     def check_time_left(self) -> None:
-        """Raise an AllocationEndError while there is just time for a save before the end."""
+        """Raise an AllocationEndError while a save is still possible before the end."""
         if self._is_preempted:
             raise AllocationEndError(
                 f"allocation {self._allocation.job_id} is preempted", hint=NEW_ALLOCATION_HINT
             )
         if self._ends_at is None:
             return
-        jobs = map(self._prepared_run.paths.job, self._placed)
+        jobs = map(self._prepared_run.paths.job, self._placements)
         lead_s = self._recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
         lead_s += max(map(read_checkpoint_duration_s, jobs), default=0.0)
         if self._clock.now() >= self._ends_at - lead_s:

@@ -1,7 +1,8 @@
-"""Recipe -> jobs. Pure: the same recipe and facts always give the same plan.
+"""Plan of a run's jobs. Pure: the same recipe and facts always give the same plan.
 
-Every process reads the run's recipe; what the launcher alone knows, it declares in its package's
-`config`, which imports neither torch nor SGLang: a plan is made where neither is installed.
+Every process reads the run's recipe. The facts that only the launcher knows are fields of the
+`config` module of the process's package, which imports neither torch nor SGLang: the launcher may
+run where neither is installed.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ from areal_hpc.wire.ledger import TaskSplit
 MAX_CONSECUTIVE_SERVICE_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
 MAX_CONSECUTIVE_RANK_RESTARTS = 2
-"""Deaths of a rank in a row without progress that are answered within the job: all ranks start
-again. After one more the job ends."""
+"""Consecutive deaths of a rank without progress after which the job restarts all ranks. One more
+death ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class PlanInputs:
 
     train_tasks: int
     tasks_by_evaluation_set: Mapping[str, int]
-    """Held-out tasks that there are; empty where no task set is read."""
+    """Number of held-out tasks; empty if no task set is read."""
     serve_python: str
     sys_path: tuple[str, ...]
     """Folders from which the agent is imported."""
@@ -48,15 +49,15 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class JobStage:
-    """Jobs that run together. The stage ends when its leader does."""
+    """Jobs that run together. The stage ends when its leading job ends."""
 
     name: str
     leader: JobSpec
     others: tuple[JobSpec, ...]
     done_marker: Path
-    """Exists when the stage is complete; such a stage is skipped."""
+    """File that exists when the stage is complete; such a stage is skipped."""
     progress: Path | None = None
-    """A file that grows as the stage gets further; None: the metrics of steps."""
+    """File that grows as the stage proceeds; None: the metrics of steps."""
 
     @property
     def jobs(self) -> tuple[JobSpec, ...]:
@@ -64,15 +65,15 @@ class JobStage:
 
 
 StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
-"""Plan of the jobs of a recipe; without facts, only their shape."""
+"""Planner of a recipe's jobs; without facts it plans only their shape."""
 
 
 def plan_run(
     recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None = None
 ) -> tuple[JobStage, ...]:
-    """Decide every job of a run, stage after stage.
+    """Plan every job of a run, stage by stage.
 
-    Without facts, while no task set is read, jobs have their shape, not their configuration.
+    Without facts, before task sets are read, jobs have their shape but not their configuration.
     """
     plan_inputs = plan_inputs or PlanInputs(
         1, {}, "python", (), (1,) * len(recipe.train_dataset.sources)
@@ -103,9 +104,9 @@ def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:
 
 
 def build_rank_job(job_name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
-    """A job with a task per rank of the trainer, and a GPU per task unless it computes on the CPU.
+    """Build a job with a task per trainer rank, and a GPU per task unless it computes on the CPU.
 
-    `trainer.device=auto` means a GPU: who plans does not see the nodes.
+    `trainer.device=auto` counts as a GPU: the planner does not see the nodes.
     """
     return JobSpec(
         job_name,
@@ -117,21 +118,22 @@ def build_rank_job(job_name: str, recipe: Recipe, processes: list[ProcessSpec]) 
 
 
 def _plan_trainer_job(recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs) -> JobSpec:
-    sets = [
-        one for one in recipe.evaluation_sets if plan_inputs.tasks_by_evaluation_set.get(one.name)
-    ]
-    known = {one.name: plan_inputs.tasks_by_evaluation_set[one.name] for one in sets}
+    task_counts = {
+        evaluation_set.name: count
+        for evaluation_set in recipe.evaluation_sets
+        if (count := plan_inputs.tasks_by_evaluation_set.get(evaluation_set.name))
+    }
     ledger = LedgerJobConfig(
         run_dir=paths.root,
         n_train_tasks=plan_inputs.train_tasks,
         tasks_of_sources=plan_inputs.tasks_of_sources,
-        tasks_by_evaluation_set=known,
+        tasks_by_evaluation_set=task_counts,
         sys_path=plan_inputs.sys_path if recipe.rollout.curriculum else (),
     )
     trainer = TrainerJobConfig(
         run_dir=paths.root,
         model_path=get_initial_policy_path(recipe, paths),
-        tasks_by_evaluation_set=known,
+        tasks_by_evaluation_set=task_counts,
         sys_path=plan_inputs.sys_path if recipe.trainer.objective.custom else (),
     )
     return build_rank_job(
@@ -174,9 +176,9 @@ def plan_cell_job(
     splits: tuple[TaskSplit, ...],
     loaded_version: str = "",
 ) -> JobSpec:
-    """The job of a cell; its servers wait for a trainer's weights, or serve what they load.
+    """Plan the job of a cell. Its servers wait for a trainer's weights.
 
-    With a `loaded_version` they serve these weights, as that version.
+    With a `loaded_version` they serve the weights that they load, under that version.
     """
     inference = recipe.inference
     model = get_initial_policy_path(recipe, paths)

@@ -1,7 +1,7 @@
-"""Put a recipe's models, data sets and images in place, on a machine that has a network.
+"""Download of a recipe's models, data sets and images, on a machine with network access.
 
-Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`
-and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
+`huggingface_hub` downloads to its cache, so `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN` and
+`HF_HUB_OFFLINE` have their usual meanings. Files in the cache are not fetched again.
 """
 
 from collections.abc import Callable
@@ -14,43 +14,43 @@ from areal_hpc.recipe.hub_cache import RepoKind, parse_hub_files
 from areal_hpc.recipe.recipe import Recipe
 
 MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
+"""Weights, configuration and tokenizer, without weights in other formats and without code."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOrDataset:
     key: str
-    """Its place in the recipe."""
+    """Recipe key."""
     name: str
     """`owner/name[@revision]` on the hub, or a path."""
     kind: RepoKind
     patterns: tuple[str, ...] = ()
-    """Files of the repository; empty for a path, which cannot be fetched."""
+    """Patterns of the repository's files; empty for a path, which cannot be fetched."""
     is_harbor: bool = False
 
 
 def list_downloads(recipe: Recipe) -> list[ModelOrDataset]:
     model = recipe.model
-    found = []
+    downloads = []
     if model.hub is not None:
-        found.append(ModelOrDataset("model.hub", model.hub, "model", MODEL_FILE_PATTERNS))
+        downloads.append(ModelOrDataset("model.hub", model.hub, "model", MODEL_FILE_PATTERNS))
     if model.path is not None:
-        found.append(ModelOrDataset("model.path", str(model.path), "model"))
+        downloads.append(ModelOrDataset("model.path", str(model.path), "model"))
     for part, key in recipe.task_sets_with_keys:
         if part.hub is not None:
             repo, pattern = parse_hub_files(part.hub)
-            found.append(ModelOrDataset(f"{key}.hub", repo, "dataset", (pattern,)))
+            downloads.append(ModelOrDataset(f"{key}.hub", repo, "dataset", (pattern,)))
         if part.path is not None:
             name, is_harbor = str(part.path), part.is_harbor
-            found.append(ModelOrDataset(f"{key}.path", name, "dataset", is_harbor=is_harbor))
-    return found
+            downloads.append(ModelOrDataset(f"{key}.path", name, "dataset", is_harbor=is_harbor))
+    return downloads
 
 
 def prefetch_files(recipe: Recipe, print_line: Callable[[str], None]) -> None:
-    """Put everything in place; a line for each model and data set.
+    """Download everything; print a line for each model and data set.
 
     Raises:
-        RecipeError: Something cannot be had; all problems at once.
+        RecipeError: Something cannot be fetched; lists all problems.
     """
     problems: list[Problem] = []
     for item in list_downloads(recipe):
@@ -111,9 +111,9 @@ def _list_wanted_files(folder: Path, item: ModelOrDataset) -> list[Path]:
         return [folder]
     is_dataset = item.kind == "dataset"
     patterns = (is_dataset and item.patterns) or ("**/*",)
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    if not found:
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    if not files:
         key, hint = item.key, "look at the files of the repository"
         message = f"{item.name} has no file that matches {', '.join(patterns)}"
         raise RecipeError(message, key=key, hint=hint)
-    return sorted(found)
+    return sorted(files)

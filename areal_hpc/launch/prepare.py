@@ -1,4 +1,4 @@
-"""Preparation of a run: its directory is checked, set up and locked for this launcher."""
+"""Preparation of a run: check its recipe, set up its directory, and lock it for this launcher."""
 
 import json
 import logging
@@ -62,7 +62,7 @@ from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 log = logging.getLogger(__name__)
 
 MAX_TOKENIZER_TRAINING_ROWS = 2000
-"""Demonstrations the tiny model's tokenizer is trained on."""
+"""Maximum number of demonstrations that the tiny model's tokenizer is trained on."""
 IMMUTABLE_RECIPE_KEYS = (
     "seed",
     "model",
@@ -73,9 +73,9 @@ IMMUTABLE_RECIPE_KEYS = (
     "rollout.n_samples",
     "trainer.batch_size",
 )
-"""Keys that what is already recorded depends on: a run keeps them for life."""
+"""Keys that a run never changes, because its recorded data depends on them."""
 KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL = ("cluster", "trainer.total_steps")
-"""Keys that may differ from those of a finished run: they change nothing of what was trained."""
+"""Keys that may differ from those of a finished run: its model does not depend on them."""
 
 ABSOLUTE_PATH_KEYS = (
     "model.path",
@@ -84,7 +84,7 @@ ABSOLUTE_PATH_KEYS = (
     "trainer.objective.teacher.api_key_file",
     "trainer.objective.critic.model",
 )
-"""Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
+"""Keys whose paths are absolute in a run's recipe: those of models, and of a file with a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class PreparedRun:
     pythons: dict[str, str]
     """Interpreter of each role."""
     remaining_stages: tuple[JobStage, ...]
-    """What is left to do."""
+    """Stages that are not done yet."""
     live_jobs: tuple[LiveJob, ...] = ()
-    """Jobs of the run that wait or run already."""
+    """Jobs of the run that are already pending or running."""
 
     def build_launch_file(
         self,
@@ -107,7 +107,7 @@ class PreparedRun:
         shared_variables: Mapping[str, str] | None = None,
         **added: Any,
     ) -> LaunchFile:
-        """A job as its supervisors are told; `added` are the fields of where it runs."""
+        """Build the file that a job's supervisors read; `added` are further fields."""
         cluster, paths = recipe.cluster, self.paths
         return LaunchFile(
             job=spec,
@@ -135,13 +135,12 @@ def prepare_run(
     plan: StagePlanner = plan_run,
     submits: bool = False,
 ) -> Iterator[PreparedRun]:
-    """Put a run directory in place and keep other launchers out of it.
+    """Set up a run directory, and keep other launchers out of it until the context ends.
 
-    `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
-    the present folder. `known_problems` are told with those found here. Jobs of the run that wait
-    or run are an error, unless `joins_live_jobs`. A launcher that `submits` keeps those on other
-    hosts out, too. A directory that did not exist is removed again
-    if it cannot be put in place.
+    `fresh` moves an earlier run aside first. The user's code is imported from `sys_path` and the
+    current folder. `known_problems` are raised together with those found here. Pending or running
+    jobs of the run are an error, unless `joins_live_jobs` is set. `submits` keeps out launchers on
+    other hosts, too. If the setup fails, a directory that did not exist before is removed again.
     """
     pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
@@ -149,7 +148,7 @@ def prepare_run(
         *known_problems,
         *find_input_problems(recipe, pythons, folders),
     ]
-    if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
+    if recipe.cluster.slurm.container.kind != "none":  # interpreters are inside the image
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
     if problems:
@@ -166,13 +165,13 @@ def prepare_run(
             if submits:
                 held.enter_context(claim_submission(paths.submission_claim))
             check_no_live_launcher(paths, print_line)
-            # Asked again: another launcher may have submitted some since.
+            # Checked again: another launcher may have submitted jobs since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else check_no_live_jobs(paths)
             try:
                 ready = _set_up_prepared_run(
                     recipe, paths, pythons, folders, print_line, live_jobs, plan
                 )
-            except BaseException:  # boundary: what this launcher has just made goes again
+            except BaseException:  # boundary: remove the folders that this launcher has just made
                 if made:
                     shutil.rmtree(paths.root)
                     remove_empty_folders(made[1:])
@@ -191,35 +190,36 @@ def _set_up_prepared_run(
 ) -> PreparedRun:
     check_recipe_changes(recipe, paths, print_line)
     if not is_run_finished(recipe, paths):
-        paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+        paths.finished_marker.unlink(missing_ok=True)  # finished before, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
     facts = write_run_inputs(recipe, paths, print_line, pythons["serve"], folders)
-    for doubt in find_likely_mistakes(recipe):
-        print_line(f"note     {doubt}")
+    for mistake in find_likely_mistakes(recipe):
+        print_line(f"note     {mistake}")
     _check_prompt_lengths(recipe, paths, print_line)
-    # Jobs that run write to the folder of the present attempt.
+    # Running jobs write to the log folder of the current attempt.
     newest = max(paths.list_attempts(), default=0)
     attempt = newest if live_jobs else create_attempt_log_dir(paths)
     write_run_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
     record_provenance(recipe, paths, attempt, pythons)
     stages = plan(recipe, paths, facts)
-    left = tuple(stage for stage in stages if not stage.done_marker.exists())
-    return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
+    remaining = tuple(stage for stage in stages if not stage.done_marker.exists())
+    return PreparedRun(paths, attempt, pythons, remaining, tuple(live_jobs))
 
 
 def _check_prompt_lengths(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
-    """Compare prompts of the task sets that were written with the context length."""
+    """Compare the prompts of the written task sets with the context length."""
     model_dir = get_base_model_path(recipe, paths)
     context_tokens = find_context_tokens(recipe, model_dir)
     problems: list[Problem] = []
     files = {"train_dataset": paths.dataset("train")} | {
-        one.dataset_key: paths.evaluation_tasks(one.name) for one in recipe.evaluation_sets
+        held_out.dataset_key: paths.evaluation_tasks(held_out.name)
+        for held_out in recipe.evaluation_sets
     }
     for key, file in files.items():
-        found, notes = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
-        problems += found
+        prompt_problems, notes = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
+        problems += prompt_problems
         for note in notes:
             print_line(f"note     {note}")
     if problems:
@@ -233,7 +233,7 @@ def write_run_inputs(
     serve_python: str,
     sys_path: tuple[str, ...],
 ) -> PlanInputs:
-    """Put task sets, the starting model and the secret in place; what exists is kept."""
+    """Write task sets, the starting model and the keys; existing ones are kept."""
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -247,11 +247,11 @@ def write_run_inputs(
         )
         if sources:
             write_atomic(train_source_sizes, json.dumps(counts).encode())
-    for one in recipe.evaluation_sets:
-        held_out = paths.evaluation_tasks(one.name)
-        if not held_out.exists():
-            print_line(f"data     writing the {one.name} set")
-            materialize_task_sets([(one.dataset, one.dataset_key)], held_out, check)
+    for held_out in recipe.evaluation_sets:
+        tasks_file = paths.evaluation_tasks(held_out.name)
+        if not tasks_file.exists():
+            print_line(f"data     writing the {held_out.name} set")
+            materialize_task_sets([(held_out.dataset, held_out.dataset_key)], tasks_file, check)
     if recipe.sft is not None and not sft.exists():
         print_line("data     writing the SFT set")
         materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
@@ -262,7 +262,7 @@ def write_run_inputs(
             paths.starting_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes
         )
     if recipe.model.hub is not None and not paths.starting_model_dir.exists():
-        paths.starting_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
+        paths.starting_model_dir.unlink(missing_ok=True)  # a link into a deleted cache
         cached = find_snapshot(recipe.model.hub, "model", "model.hub")
         paths.starting_model_dir.symlink_to(cached)
     ensure_admin_key(paths.admin_key)
@@ -270,8 +270,8 @@ def write_run_inputs(
     return PlanInputs(
         train_tasks=count_materialized_rows(train),
         tasks_by_evaluation_set={
-            one.name: count_materialized_rows(paths.evaluation_tasks(one.name))
-            for one in recipe.evaluation_sets
+            held_out.name: count_materialized_rows(paths.evaluation_tasks(held_out.name))
+            for held_out in recipe.evaluation_sets
         },
         serve_python=serve_python,
         sys_path=sys_path,
@@ -287,7 +287,7 @@ def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
 
 
 def create_attempt_log_dir(paths: RunPaths) -> int:
-    """Make the next log folder and point `latest` to it."""
+    """Create the next log folder and point `latest` to it; return its number."""
     attempt = max(paths.list_attempts(), default=0) + 1
     paths.log_dir(attempt).mkdir(parents=True)
     paths.latest_log.unlink(missing_ok=True)
@@ -298,7 +298,7 @@ def create_attempt_log_dir(paths: RunPaths) -> int:
 def check_recipe_changes(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
-    """Tell what differs from the recipe this run was started with."""
+    """Print the changes since the run's last launch; refuse those of immutable keys."""
     if not paths.recipe.exists():
         return
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
@@ -331,7 +331,7 @@ def check_recipe_changes(
 
 
 def check_finished_recipe(recipe: Recipe, paths: RunPaths) -> None:
-    """Demand that a finished run was trained by this recipe: it will not be trained again."""
+    """Check that a finished run was trained by this recipe: it will not be trained again."""
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
     problems = [
         Problem(
@@ -352,9 +352,9 @@ def check_finished_recipe(recipe: Recipe, paths: RunPaths) -> None:
 def _compare_with_launched_recipe(
     recipe: Recipe, paths: RunPaths
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Keys of the recipe that a run was last launched with, those of another, the unlike ones.
+    """Return the keys of the last launched recipe, those of this one, and the changed keys.
 
-    Values that may be secrets are compared, and hidden in what is returned.
+    Values that may be secrets are compared, but hidden in the returned values.
     """
     trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
     before, now = map(flatten_keys, trees)
@@ -377,14 +377,14 @@ def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
 
 
 def is_key_within(key: str, known_keys: Sequence[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in known_keys)
+    return any(key == known or key.startswith(f"{known}.") for known in known_keys)
 
 
 def write_run_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> None:
-    """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`.
+    """Write a resolved recipe that only its owner may read; keep a different old one as `replaced`.
 
-    Values that may be secrets are in one file alone: where both have the same, in the new one.
-    Relative paths of models begin in the folder of the launch, which later commands do not know.
+    A value that may be secret stands in one file only: if both recipes have it, in the new one.
+    Paths of models become absolute, because later commands may start in another folder.
     """
     tree = _dump_with_absolute_paths(recipe)
     text = yaml.safe_dump(tree, sort_keys=False)
@@ -396,18 +396,18 @@ def write_run_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -
 
 
 def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
-    """The run's jobs that wait or run; none where there is no Slurm and never was."""
+    """List the run's pending and running jobs; none if there is and was no Slurm."""
     if paths.submissions.exists():
         return list_live_jobs(paths)
     try:
         return list_live_jobs(paths) if has_slurm() else []
-    except ClusterError as error:  # its commands are here, and no cluster that answers
-        log.debug("Slurm is not asked about the run: %s", error)
+    except ClusterError as error:  # Slurm is installed here, but no cluster answers
+        log.debug("Slurm cannot list the run's jobs: %s", error)
         return []
 
 
 def check_no_live_jobs(paths: RunPaths) -> list[LiveJob]:
-    """Make sure that none of the run's Slurm jobs waits or runs; the empty list."""
+    """Raise a ClusterError if a job of the run is pending or running; return the empty list."""
     if live := find_live_jobs(paths):
         root = shlex.quote(str(paths.root))
         hint = f"wait for them, or cancel them: areal-hpc cancel {root}"
@@ -423,7 +423,7 @@ def check_no_live_jobs(paths: RunPaths) -> list[LiveJob]:
 
 
 def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
-    """True if the run has taken all the steps that the recipe now asks for."""
+    """Return whether the run has taken all the steps of the current recipe."""
     if not paths.finished_marker.exists():
         return False
     rows = read_metrics(paths.metrics)
@@ -431,13 +431,13 @@ def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
 
 
 def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | None:
-    """Move an existing run directory aside; its new place, or None when there was none."""
+    """Move an existing run directory aside; return its new path, or None if there was none."""
     if not paths.recipe.exists():
-        return None  # nothing has been run there
+        return None  # nothing has run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
     with hold_lock(paths.lock), claim_submission(paths.submission_claim):
-        # The directory would take its note along.
+        # Check first: the launcher's note would move with the directory.
         check_no_live_launcher(paths, print_line)
         paths.root.rename(kept)
     (kept / paths.submission_claim.name).unlink()
@@ -445,12 +445,12 @@ def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | No
 
 
 def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:
-    """Give a copy a name beside it, without jobs, addresses and keys of the run that it is of.
+    """Rename a copy of a run's folder, and remove the original's jobs, addresses and keys.
 
-    Shards, manifests and checkpoints stay: the run goes on from its last checkpoint.
+    Shards, manifests and checkpoints stay: the new run continues from its last checkpoint.
 
     Raises:
-        RecipeError: The folder is no copy, or the name is taken or none.
+        RecipeError: The folder is no copy, or the name is taken or invalid.
     """
     if not re.fullmatch(r"[\w.-]+", trial_name):
         raise RecipeError(
@@ -468,19 +468,19 @@ def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:
         if target.root.exists():
             raise RecipeError(f"there is a run {trial_name!r} already", key=str(target.root))
         paths.root.rename(target.root)
-    # The recipe is written last: until then the folder is a copy, and the command can be repeated.
+    # The recipe is written last: until then the folder is a copy, so the command can be repeated.
     for folder in (target.jobs_dir, target.rendezvous_dir, target.trackers_dir):
         if folder.exists():
             shutil.rmtree(folder)
     for file in (target.cancelled_marker, target.submission_claim):
         file.unlink(missing_ok=True)
-    place = {
+    overrides = {
         "cluster.fileroot": str(target.root.parents[1]),
         "experiment_name": target.root.parent.name,
         "trial_name": trial_name,
     }
     recipe = load_recipe(
-        target.recipe, [f"{key}={json.dumps(text)}" for key, text in place.items()]
+        target.recipe, [f"{key}={json.dumps(text)}" for key, text in overrides.items()]
     )
     write_run_recipe(recipe, target.recipe)
     return target

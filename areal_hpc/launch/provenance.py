@@ -1,4 +1,4 @@
-"""Provenance file of a run: one entry for each launch, and patches beside it."""
+"""Provenance file of a run: versions, command and git state of each launch; patches beside it."""
 
 import dataclasses
 import importlib.metadata
@@ -35,7 +35,7 @@ class RepositoryState:
     root: str
     revision: str
     untracked: list[str]
-    """Files that git neither tracks nor ignores, the first of them."""
+    """First `MAX_UNTRACKED_FILES` of the files that git neither tracks nor ignores."""
     patch: bytes
     is_patch_cut: bool
 
@@ -43,17 +43,17 @@ class RepositoryState:
 def record_provenance(
     recipe: Recipe, paths: RunPaths, attempt: int, pythons: Mapping[str, str]
 ) -> None:
-    """Add this launch to the provenance file: what runs, and from where.
+    """Add an entry for this launch to the provenance file.
 
-    All files are for the run's owner alone: a patch may hold secrets.
+    Only the run's owner may read the files: a patch may hold secrets.
     """
     launches: list[dict[str, Any]] = []
     if paths.provenance.exists():
         launches = json.loads(paths.provenance.read_text())["launches"]
-    own, here = read_repository(Path(__file__).parent), read_repository(Path.cwd())
+    own, user = read_repository(Path(__file__).parent), read_repository(Path.cwd())
     repositories = {
         "areal_hpc": own,
-        "user": None if own and here and own.root == here.root else here,
+        "user": None if own and user and own.root == user.root else user,
     }
     launches.append(
         {
@@ -84,10 +84,10 @@ def record_provenance(
 
 
 def enter_launch_folder(paths: RunPaths) -> None:
-    """Go to the folder in which a run was last launched: its agent and its files begin there.
+    """Change to the folder of a run's last launch: its agent is imported from there.
 
     Raises:
-        RecipeError: It is not there, or not for this user.
+        RecipeError: The folder does not exist, or this user may not enter it.
     """
     if not paths.provenance.exists():
         return
@@ -103,31 +103,31 @@ def enter_launch_folder(paths: RunPaths) -> None:
 
 
 def _read_environments(pythons: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """By role; one that cannot be asked here, as in a container's image, has an `error`."""
-    answers = describe_pythons(python for python in pythons.values() if shutil.which(python))
-    found: dict[str, dict[str, Any]] = {}
+    """Read facts of each role's Python; an `error` if it cannot run here, as in an image."""
+    descriptions = describe_pythons(python for python in pythons.values() if shutil.which(python))
+    environments: dict[str, dict[str, Any]] = {}
     for role, python in pythons.items():
-        match answers.get(python):
+        match descriptions.get(python):
             case None:
                 facts: dict[str, Any] = {"error": "there is no such program on this machine"}
             case RolePythonError() as error:
                 facts = {"error": str(error)[-500:]}
-            case known:
-                facts = {"python": known.version, "packages": known.packages, "cuda": known.cuda}
-        found[role] = {"interpreter": python, **facts}
-    return found
+            case own:
+                facts = {"python": own.version, "packages": own.packages, "cuda": own.cuda}
+        environments[role] = {"interpreter": python, **facts}
+    return environments
 
 
 def _read_gpu_driver_version() -> str | None:
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def read_repository(folder: Path) -> RepositoryState | None:
-    """The repository that a folder lies in; None where there is none, or no git."""
+    """Read the state of a folder's repository; None without a repository or without git."""
     try:
         root = Path(_run_git(folder, "rev-parse", "--show-toplevel").decode().strip())
         revision = _run_git(folder, "rev-parse", "HEAD").decode().strip()
@@ -145,7 +145,7 @@ def read_repository(folder: Path) -> RepositoryState | None:
 
 
 def _run_git(folder: Path, *words: str) -> bytes:
-    """The output up to one byte more than a patch may have; the repository is not written to."""
+    """Return at most `MAX_PATCH_BYTES + 1` bytes of output; git writes nothing."""
     with tempfile.TemporaryFile() as output:
         subprocess.run(
             ["git", "-c", "core.fsmonitor=false", "-c", "diff.external=", *words],

@@ -1,6 +1,6 @@
-"""`areal-hpc quarantine`: set a batch of a run aside, or undo that.
+"""Quarantine of a batch, so that the trainer skips it, and its undoing (`areal-hpc quarantine`).
 
-The file that is written counts whenever the trainer is handed the batch, now or after a restart.
+The trainer reads the quarantine's file when it receives the batch, now or after a restart.
 """
 
 import shlex
@@ -20,9 +20,9 @@ from areal_hpc.view.state.run_view import RunView
 
 def quarantine_batch(paths: RunPaths, step: int) -> str:
     state = _read_newest_trainer_state(paths)
-    held = next((one for one in state.untrained if one.step == step and one.quarantine), None)
-    if held is not None:
-        return f"batch {step} is quarantined already, for good: {held.reason}"
+    parts = (part for part in state.untrained if part.step == step and part.quarantine)
+    if (skipped := next(parts, None)) is not None:
+        return f"batch {step} is quarantined already, for good: {skipped.reason}"
     if step in state.consumed:
         raise _build_refusal(
             f"batch {step} was trained already: the checkpoint of step {state.step} holds it",
@@ -30,14 +30,14 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
         )
     steps = list_manifest_steps(paths)
     if step not in steps:
-        known = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+        existing = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
         raise _build_refusal(
-            f"this run has no batch {step}; those handed out: {known}",
+            f"this run has no batch {step}; those handed out: {existing}",
             "read manifests/ for the tickets of each",
         )
-    if (standing := read_quarantine(paths, step)) is not None:
-        return f"batch {step} is quarantined already: {standing.reason}"
-    trained_step = _ask_trained_step(paths, state.step)
+    if (recorded := read_quarantine(paths, step)) is not None:
+        return f"batch {step} is quarantined already: {recorded.reason}"
+    trained_step = _read_trained_step(paths, state.step)
     if trained_step is not None and step <= trained_step:
         raise _build_refusal(
             f"batch {step} was trained already: the trainer at work has reached step "
@@ -52,7 +52,7 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
 
 def undo_quarantine(paths: RunPaths, step: int) -> str:
     state = _read_newest_trainer_state(paths)
-    trained_step = _ask_trained_step(paths, state.step)
+    trained_step = _read_trained_step(paths, state.step)
     if step in state.consumed:
         raise _build_refusal(
             f"batch {step} is behind the checkpoint of step {state.step}: too late to undo",
@@ -86,12 +86,14 @@ def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:
     return newest.state if newest else TrainerState(seed=0)
 
 
-def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
+def _read_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
     status = RunView(paths).ledger
     if status is None:
         return None
     is_replaced = read_newest_number(paths.generations_dir) > status.generation
-    return checkpoint_step if is_replaced else status.version_step  # a new trainer goes back
+    return (
+        checkpoint_step if is_replaced else status.version_step
+    )  # a new trainer starts from the checkpoint
 
 
 def _describe_effect(step: int, trained_step: int | None, effect: str) -> str:
