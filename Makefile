@@ -108,7 +108,7 @@ docs: setup-tests ## the site, in site/ (its tools take 170 MB)
 	@scripts/setup_docs.sh
 	@$(BIN)/python -m tests.support.site.pages
 	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --quiet
-	@echo "the site is in site/: open site/index.html"
+	@echo "the site is in site/: $(BIN)/python -m http.server --directory site"
 
 clean: ## remove caches; environments and runs stay
 	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -17,7 +17,7 @@ PAGES_DIR = CHECKOUT / "build" / "docs"
 TABLE_MARK = re.compile(r"^<!-- table: (.+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-_PICTURES = (".png", ".svg")
+_COPIED = (".png", ".svg", ".css")
 
 
 def place_in_site(path: PurePosixPath) -> PurePosixPath:
@@ -26,7 +26,7 @@ def place_in_site(path: PurePosixPath) -> PurePosixPath:
         return PurePosixPath("index.md")
     if path.is_relative_to("docs"):
         return path.relative_to("docs")
-    suffix = "" if path.suffix in (".md", *_PICTURES) else ".md"
+    suffix = "" if path.suffix in (".md", *_COPIED) else ".md"
     return PurePosixPath("source", f"{path}{suffix}")
 
 
@@ -57,7 +57,7 @@ class Site:
     def _write_page(self, path: PurePosixPath) -> None:
         source, target = CHECKOUT / path, PAGES_DIR / place_in_site(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix in _PICTURES:
+        if path.suffix in _COPIED:
             shutil.copyfile(source, target)
         elif path.suffix == ".md":
             target.write_text(self._render(path, source.read_text()))

@@ -51,7 +51,8 @@ def _render_areal_keys() -> str:
 
 
 def _render_recipe_keys() -> str:
-    return render_key_table().partition("\n\n")[2].rstrip()
+    _, head, rows = render_key_table().partition("| key |")
+    return f"{head}{rows}".rstrip()
 
 
 def _render_commands() -> str:
