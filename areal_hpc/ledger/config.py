@@ -6,7 +6,6 @@ from pydantic import Field
 
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.ledger.task_stream import TaskSource
-from areal_hpc.ledger.tickets import TicketPolicy
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 
 
@@ -27,22 +26,6 @@ class LedgerJobConfig(ProcessConfig):
     """Time without a heartbeat after which a cell loses its tickets."""
     sys_path: tuple[str, ...] = ()
     """Folders to import `rollout.curriculum` from."""
-
-    @property
-    def ticket_policy(self) -> TicketPolicy:
-        """Limits of admission in tickets; the smallest ones if no trainer takes batches."""
-        recipe = self.recipe
-        rollout, trains = recipe.rollout, not self.evaluates
-        return TicketPolicy(
-            batch_size=recipe.trainer.batch_size if trains else 1,
-            max_head_offpolicyness=rollout.max_head_offpolicyness if trains else 0,
-            max_concurrent_tickets=max(
-                1, rollout.max_concurrent_rollouts // rollout.episodes_per_ticket
-            ),
-            total_steps=recipe.trainer.total_steps if trains else 1,
-            cell_timeout_s=self.cell_timeout_s,
-            stale_groups=rollout.stale_groups,
-        )
 
     @property
     def task_sources(self) -> tuple[TaskSource, ...]:

@@ -18,6 +18,7 @@ from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.task_stream import CURRICULUM_KEY, Curriculum, TaskStream
+from areal_hpc.ledger.tickets import TicketPolicy
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import claim_next_number, fsync_path, read_newest_number
@@ -53,7 +54,7 @@ async def serve_ledger(config: LedgerJobConfig, stop: StopRequest) -> None:
     try:
         service = LedgerService(
             paths,
-            config.ticket_policy,
+            TicketPolicy.from_recipe(recipe, config.cell_timeout_s, trains=not config.evaluates),
             TaskStream(
                 config.task_sources,
                 recipe.rollout.episodes_per_ticket,

@@ -32,6 +32,7 @@ from typing import Literal, get_args
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import (
     NO_VERSION,
@@ -62,6 +63,20 @@ class TicketPolicy:
     total_steps: int
     cell_timeout_s: float
     stale_groups: StaleGroupPolicy = "train_with_correction"
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, cell_timeout_s: float, *, trains: bool) -> TicketPolicy:
+        """Read a recipe's limits; the smallest ones if no trainer takes batches."""
+        rollout = recipe.rollout
+        concurrent = rollout.max_concurrent_rollouts // rollout.episodes_per_ticket
+        return cls(
+            batch_size=recipe.trainer.batch_size if trains else 1,
+            max_head_offpolicyness=rollout.max_head_offpolicyness if trains else 0,
+            max_concurrent_tickets=max(1, concurrent),
+            total_steps=recipe.trainer.total_steps if trains else 1,
+            cell_timeout_s=cell_timeout_s,
+            stale_groups=rollout.stale_groups,
+        )
 
     @property
     def max_unrecorded_tickets(self) -> int:

@@ -10,7 +10,11 @@ from areal_hpc.evaluation.set_metrics import resolve_k
 from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
-from areal_hpc.recipe.sections.objective import ObjectiveConfig
+from areal_hpc.recipe.sections.objective import (
+    GROUP_SETTINGS,
+    RATIO_SETTINGS,
+    ObjectiveConfig,
+)
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
@@ -141,16 +145,14 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "use weights.transport=broadcast, or trainer.lora.sync=merged",
         )
     objective = trainer.objective
-    for name, value in (("surrogate", "cispo"), ("ratio_level", "sequence")):
-        if getattr(objective, name) == value and trainer.ratios_are_one:
-            yield Problem(
-                f"trainer.objective.{name}={value} would have no effect: with "
-                f"trainer.minibatches=1 and trainer.objective.proximal={objective.proximal} every "
-                "ratio is 1",
-                f"trainer.objective.{name}",
-                "set trainer.minibatches=2 or more, or trainer.objective.proximal=none with "
-                "off_policy_correction=none",
-            )
+    for setting in objective.list_settings(RATIO_SETTINGS) if trainer.ratios_are_one else ():
+        yield Problem(
+            f"trainer.objective.{setting} would have no effect: with trainer.minibatches=1 and "
+            f"trainer.objective.proximal={objective.proximal} every ratio is 1",
+            f"trainer.objective.{setting.partition('=')[0]}",
+            "set trainer.minibatches=2 or more, or trainer.objective.proximal=none with "
+            "off_policy_correction=none",
+        )
     warmup_steps = objective.critic.warmup_steps
     if warmup_steps >= trainer.total_steps:
         yield Problem(
@@ -324,9 +326,7 @@ def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
 def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
     rollout, cells = recipe.rollout, recipe.inference.cells
     objective = recipe.trainer.objective
-    compares = [f"baseline={objective.baseline}"] * (
-        objective.baseline in ("group_mean", "leave_one_out")
-    ) + ["scale_rewards=group"] * (objective.scale_rewards == "group")
+    compares = objective.list_settings(GROUP_SETTINGS)
     if rollout.n_samples < 2 and compares:
         yield Problem(
             f"rollout.n_samples={rollout.n_samples}: trainer.objective.{' and '.join(compares)} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -113,6 +114,15 @@ class CriticConfig(BaseConfig):
     """First steps of the critic, in which it is trained and the policy is not."""
 
 
+GROUP_SETTINGS = (
+    *(("baseline", "group_mean"), ("baseline", "leave_one_out")),
+    ("scale_rewards", "group"),
+)
+"""Settings that compare the episodes of one task."""
+RATIO_SETTINGS = (("surrogate", "cispo"), ("ratio_level", "sequence"))
+"""Settings that change nothing if every ratio is 1."""
+
+
 class ObjectiveConfig(BaseConfig):
     """Policy-gradient objective; pi_b is the policy that sampled a token."""
 
@@ -197,6 +207,10 @@ class ObjectiveConfig(BaseConfig):
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return self.baseline == "value"
+
+    def list_settings(self, known: Sequence[tuple[str, str]]) -> list[str]:
+        """List the `known` settings, by key and value, that this objective has."""
+        return [f"{key}={value}" for key, value in known if getattr(self, key) == value]
 
     @property
     def advantages_need_logprobs(self) -> bool:
