@@ -16,7 +16,7 @@ from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.agents.theatre import Theatre
-from tests.integration.proxy.test_tool_calls import CHAT_TOOL, QUESTION
+from tests.integration.proxy.tool_questions import CHAT_TOOL, QUESTION
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script

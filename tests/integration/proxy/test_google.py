@@ -8,7 +8,7 @@ import pytest
 
 from areal_hpc.jobs.config import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
-from tests.integration.proxy.test_tool_calls import CALL, THOUGHT, assert_spliced, says
+from tests.integration.proxy.tool_questions import CALL, THOUGHT, assert_spliced, says
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script

@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.in_process_engine import get_shared_parsers
-from tests.integration.proxy.test_tool_calls import CALL, CHAT_TOOL, QUESTION, THOUGHT
+from tests.integration.proxy.tool_questions import CALL, CHAT_TOOL, QUESTION, THOUGHT
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.process_commands import command_of

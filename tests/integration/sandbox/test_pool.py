@@ -6,52 +6,47 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from areal_hpc.sandbox.runtimes import SandboxPool, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxLimits, SandboxSpec, SandboxStartPlan
 from tests.support.deadlines import scaled
 
-
-def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
-    async def scene() -> None:
-        pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
-        await pool.fill()
-        async with pool.acquire() as first:
-            await first.exec("echo secret > left; setsid sleep 300 > /dev/null &")
-        async with pool.acquire() as second:
-            seen = (await second.exec("ls -A . /tmp; cat /proc/[0-9]*/cmdline")).stdout
-            assert b"left" not in seen
-            assert b"sleep" not in seen
-        assert not first.is_alive
-        await pool.close()
-
-    asyncio.run(scene())
+pytestmark = pytest.mark.asyncio
 
 
-def test_one_that_died_while_it_waited_is_replaced() -> None:
-    async def scene() -> None:
-        pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
-        await pool.fill()
-        dead = pool._warm[0]
-        os.kill(dead.pid, signal.SIGKILL)
-        dead._process.wait()
-        async with pool.acquire() as taken:
-            assert taken is not dead
-            assert (await taken.exec("echo on")).stdout == b"on\n"
-        await pool.close()
-
-    asyncio.run(scene())
+async def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
+    pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
+    await pool.fill()
+    async with pool.acquire() as first:
+        await first.exec("echo secret > left; setsid sleep 300 > /dev/null &")
+    async with pool.acquire() as second:
+        seen = (await second.exec("ls -A . /tmp; cat /proc/[0-9]*/cmdline")).stdout
+        assert b"left" not in seen
+        assert b"sleep" not in seen
+    assert not first.is_alive
+    await pool.close()
 
 
-def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
-    async def scene() -> None:
-        pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 0)
-        async with pool.acquire() as taken:
-            taken.start_lifetime_limit(1.0)
-            await asyncio.wait_for(taken._channel.closed.wait(), scaled(30))
-            assert not taken.is_alive
-        await pool.close()
+async def test_one_that_died_while_it_waited_is_replaced() -> None:
+    pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
+    await pool.fill()
+    dead = pool._warm[0]
+    os.kill(dead.pid, signal.SIGKILL)
+    dead._process.wait()
+    async with pool.acquire() as taken:
+        assert taken is not dead
+        assert (await taken.exec("echo on")).stdout == b"on\n"
+    await pool.close()
 
-    asyncio.run(scene())
+
+async def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
+    pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 0)
+    async with pool.acquire() as taken:
+        taken.start_lifetime_limit(1.0)
+        await asyncio.wait_for(taken._channel.closed.wait(), scaled(30))
+        assert not taken.is_alive
+    await pool.close()
 
 
 def find_sleepers(seconds: str) -> list[str]:
@@ -62,17 +57,13 @@ def find_sleepers(seconds: str) -> list[str]:
     return found
 
 
-def test_a_start_that_is_cancelled_while_its_complaint_is_read_leaves_no_process() -> None:
+async def test_a_start_that_is_cancelled_while_its_complaint_is_read_leaves_no_process() -> None:
     silent = ["/bin/sh", "-c", "exec <&- >&- sleep 273.5"]
-
-    async def scene() -> None:
-        plan = SandboxStartPlan(silent, "/", SandboxLimits(), {})
-        starting = asyncio.create_task(Sandbox.start(plan))
-        while not find_sleepers("273.5"):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        assert starting.cancel()
-        await asyncio.wait({starting})
-        assert not find_sleepers("273.5")
-
-    asyncio.run(scene())
+    plan = SandboxStartPlan(silent, "/", SandboxLimits(), {})
+    starting = asyncio.create_task(Sandbox.start(plan))
+    while not find_sleepers("273.5"):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert starting.cancel()
+    await asyncio.wait({starting})
+    assert not find_sleepers("273.5")

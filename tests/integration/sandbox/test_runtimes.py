@@ -11,10 +11,11 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.process_ties import list_descendants
@@ -27,6 +28,7 @@ from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.asyncio
 INSTALLED = find_installed_runtimes()
 NAMES = INSTALLED if "apptainer" in INSTALLED else [*INSTALLED, "apptainer"]
 """Apptainer, where it is missing, is a stand-in of its command line."""
@@ -65,111 +67,93 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def start(runtime: Runtime, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    sandbox = await runtime.start(spec or SandboxSpec(limits=SMALL))
+async def start(
+    runtime: Runtime, root: Path | None = None, network: Network = "none"
+) -> AsyncIterator[Sandbox]:
+    network = "open" if runtime.name == "none" else network
+    sandbox = await runtime.start(SandboxSpec(root, network, SMALL))
     try:
         yield sandbox
     finally:
         await sandbox.stop()
 
 
-def play(
-    runtime: Runtime,
-    scene: Callable[[Sandbox], Awaitable[None]],
-    root: Path | None = None,
-    network: Network = "none",
-) -> None:
-    if runtime.name == "none":
-        network = "open"
-
-    async def run() -> None:
-        async with start(runtime, SandboxSpec(root, network, SMALL)) as sandbox:
-            await scene(sandbox)
-
-    asyncio.run(run())
+@pytest_asyncio.fixture
+async def sandbox(runtime: Runtime) -> AsyncIterator[Sandbox]:
+    async with start(runtime) as one:
+        yield one
 
 
-def test_a_command_has_pipes_an_exit_code_a_folder_and_variables(runtime: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        told = await sandbox.exec(
-            "cat; echo $COLOR; pwd; echo bad >&2; exit 7", stdin="in\n", variables={"COLOR": "blue"}
-        )
-        assert told.stdout.decode() == f"in\nblue\n{sandbox.folder}\n"
-        assert (told.stderr, told.exit_code, told.timed_out) == (b"bad\n", 7, False)
-        assert (await sandbox.exec(["no-such-program"])).exit_code == 127
-        assert (await sandbox.exec("kill -TERM $$")).exit_code == 128 + signal.SIGTERM
-        many = await asyncio.gather(*(sandbox.exec(["cat"], stdin=str(n)) for n in range(8)))
-        assert [one.stdout for one in many] == [str(n).encode() for n in range(8)]
-
-    play(runtime, scene)
+@pytest_asyncio.fixture
+async def isolated(isolating: Runtime) -> AsyncIterator[Sandbox]:
+    async with start(isolating) as one:
+        yield one
 
 
-def test_a_long_input_goes_through_whether_it_is_read_or_not(runtime: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        content = bytes(range(256)) * 20_000
-        counted = await sandbox.exec(["wc", "-c"], stdin=content)
-        assert counted.stdout.split() == [str(len(content)).encode()]
-        assert (await sandbox.exec(["true"], stdin=content)).exit_code == 0
-        assert (await sandbox.exec("echo on")).stdout == b"on\n"
-
-    play(runtime, scene)
-
-
-def test_a_command_that_is_too_slow_or_too_loud_is_killed_alone(runtime: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        slow = await sandbox.exec("sleep 60 & sleep 60", timeout_s=0.5)
-        assert slow.timed_out
-        assert slow.exit_code == 128 + signal.SIGKILL
-        loud = await sandbox.exec(["yes"])
-        assert loud.is_cut_off
-        assert len(loud.stdout) == SMALL.output_bytes
-        assert (await sandbox.exec("echo on")).stdout == b"on\n"
-
-    play(runtime, scene)
+async def test_a_command_has_pipes_an_exit_code_a_folder_and_variables(sandbox: Sandbox) -> None:
+    told = await sandbox.exec(
+        "cat; echo $COLOR; pwd; echo bad >&2; exit 7", stdin="in\n", variables={"COLOR": "blue"}
+    )
+    assert told.stdout.decode() == f"in\nblue\n{sandbox.folder}\n"
+    assert (told.stderr, told.exit_code, told.timed_out) == (b"bad\n", 7, False)
+    assert (await sandbox.exec(["no-such-program"])).exit_code == 127
+    assert (await sandbox.exec("kill -TERM $$")).exit_code == 128 + signal.SIGTERM
+    many = await asyncio.gather(*(sandbox.exec(["cat"], stdin=str(n)) for n in range(8)))
+    assert [one.stdout for one in many] == [str(n).encode() for n in range(8)]
 
 
-def test_what_a_command_leaves_in_the_background_holds_nobody_up(runtime: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        began = await sandbox.exec("sleep 300 > /dev/null & echo $!", timeout_s=scaled(30))
-        assert not began.timed_out
-        alive = await sandbox.exec(f"kill -0 {began.text.strip()}")
-        assert alive.exit_code == 0
-
-    play(runtime, scene)
+async def test_a_long_input_goes_through_whether_it_is_read_or_not(sandbox: Sandbox) -> None:
+    content = bytes(range(256)) * 20_000
+    counted = await sandbox.exec(["wc", "-c"], stdin=content)
+    assert counted.stdout.split() == [str(len(content)).encode()]
+    assert (await sandbox.exec(["true"], stdin=content)).exit_code == 0
+    assert (await sandbox.exec("echo on")).stdout == b"on\n"
 
 
-def test_files_go_in_and_out_and_pipes_hold_nobody_up(runtime: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        content = os.urandom(200_000)
-        await sandbox.put("deep/down/file", content, mode=0o755)
-        assert await sandbox.get("deep/down/file") == content
-        assert (await sandbox.exec("test -x deep/down/file")).exit_code == 0
-        await sandbox.exec("mkfifo pipe; ln -s /dev/zero endless")
-        for name in ("pipe", "endless", "missing", "deep"):
-            with pytest.raises(OSError, match=name):
-                await sandbox.get(name)
-        with pytest.raises(OSError, match="longer"):
-            await sandbox.get("deep/down/file", max_bytes=1000)
-
-    play(runtime, scene)
+async def test_a_command_that_is_too_slow_or_too_loud_is_killed_alone(sandbox: Sandbox) -> None:
+    slow = await sandbox.exec("sleep 60 & sleep 60", timeout_s=0.5)
+    assert slow.timed_out
+    assert slow.exit_code == 128 + signal.SIGKILL
+    loud = await sandbox.exec(["yes"])
+    assert loud.is_cut_off
+    assert len(loud.stdout) == SMALL.output_bytes
+    assert (await sandbox.exec("echo on")).stdout == b"on\n"
 
 
-def test_a_file_that_is_only_long_is_not_read() -> None:
-    async def run() -> None:
-        async with start(make_runtime("bwrap"), SandboxSpec()) as sandbox:
-            await sandbox.exec("truncate -s 1000M sparse; echo held >> sparse")
-            with pytest.raises(OSError, match="longer than 67108864 bytes"):
-                await sandbox.get("sparse")
-
-    asyncio.run(run())
+async def test_what_a_command_leaves_in_the_background_holds_nobody_up(sandbox: Sandbox) -> None:
+    began = await sandbox.exec("sleep 300 > /dev/null & echo $!", timeout_s=scaled(30))
+    assert not began.timed_out
+    alive = await sandbox.exec(f"kill -0 {began.text.strip()}")
+    assert alive.exit_code == 0
 
 
-def test_files_of_a_task_take_the_place_of_others_and_go_where_a_link_of_a_folder_leads(
+async def test_files_go_in_and_out_and_pipes_hold_nobody_up(sandbox: Sandbox) -> None:
+    content = os.urandom(200_000)
+    await sandbox.put("deep/down/file", content, mode=0o755)
+    assert await sandbox.get("deep/down/file") == content
+    assert (await sandbox.exec("test -x deep/down/file")).exit_code == 0
+    await sandbox.exec("mkfifo pipe; ln -s /dev/zero endless")
+    for name in ("pipe", "endless", "missing", "deep"):
+        with pytest.raises(OSError, match=name):
+            await sandbox.get(name)
+    with pytest.raises(OSError, match="longer"):
+        await sandbox.get("deep/down/file", max_bytes=1000)
+
+
+async def test_a_file_that_is_only_long_is_not_read() -> None:
+    sandbox = await make_runtime("bwrap").start(SandboxSpec())
+    await sandbox.exec("truncate -s 1000M sparse; echo held >> sparse")
+    with pytest.raises(OSError, match="longer than 67108864 bytes"):
+        await sandbox.get("sparse")
+    await sandbox.stop()
+
+
+async def test_files_of_a_task_take_the_place_of_others_and_go_where_a_link_of_a_folder_leads(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_text("text\n")
 
-    async def scene(sandbox: Sandbox) -> None:
+    async with start(make_runtime("bwrap")) as sandbox:
         place, wall = f"{sandbox.folder}/place", f"{sandbox.folder}/wall"
         await sandbox.exec(
             "mkdir -p aside/full/deep; ln -s aside place; chmod 500 aside/full; echo old > "
@@ -185,33 +169,26 @@ def test_files_of_a_task_take_the_place_of_others_and_go_where_a_link_of_a_folde
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             assert {*archive.getnames()} == {".", "./kept", *(f"./{name}" for name in names)}
 
-    play(make_runtime("bwrap"), scene)
 
-
-@pytest.mark.parametrize("name", ISOLATING)
-def test_a_root_file_system_is_written_over_and_stays(name: str, root: Path) -> None:
-    isolating = make_runtime(name)
-
-    async def scene(sandbox: Sandbox) -> None:
+async def test_a_root_file_system_is_written_over_and_stays(isolating: Runtime, root: Path) -> None:
+    async with start(isolating, root) as sandbox:
         seen = await sandbox.exec("cat /etc/os-release; ls -d /usr/bin /home /root")
         assert seen.stdout == b"NAME=small\n"
         await sandbox.exec("rm /data/old/gone; echo new > /data/new; echo x >> /data/old/kept")
         assert (await sandbox.exec("cat /data/*/* /data/new")).stdout == b"kept\nx\nnew\n"
-        async with start(isolating, SandboxSpec(root, limits=SMALL)) as other:
+        async with start(isolating, root) as other:
             assert (await other.exec("ls /data /data/old")).text.split().count("gone") == 1
-
-    play(isolating, scene, root)
     assert (root / "data/old/gone").exists()
     assert not (root / "data/new").exists()
 
 
-def test_nothing_of_the_machine_is_seen(isolating: Runtime, tmp_path: Path) -> None:
+async def test_nothing_of_the_machine_is_seen(isolating: Runtime, tmp_path: Path) -> None:
     secret = tmp_path / "admin.key"
     secret.write_text("key of the run")
     secret.chmod(0o644)
     os.environ["HUB_TOKEN"] = "of the user"
 
-    async def scene(sandbox: Sandbox) -> None:
+    async with start(isolating) as sandbox:
         found = await sandbox.exec(f"cat {secret} {__file__} /etc/shadow; ls -A /home /root")
         assert found.stdout == b""
         assert "HUB_TOKEN" not in (await sandbox.exec(["env"])).text
@@ -221,27 +198,20 @@ def test_nothing_of_the_machine_is_seen(isolating: Runtime, tmp_path: Path) -> N
             assert word not in told
         assert (await sandbox.exec("ls -d /proc/[0-9]*")).text.count("/proc/") < 10
 
-    play(isolating, scene)
 
-
-def test_a_runs_umask_hides_nothing_from_its_sandboxes(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        told = await sandbox.exec("umask; touch file; cat /etc/passwd | wc -l")
-        assert told.text.split() == ["0022", "1"]
-
+async def test_a_runs_umask_hides_nothing_from_its_sandboxes(isolating: Runtime) -> None:
     before = os.umask(0o077)
     try:
-        play(isolating, scene)
+        async with start(isolating) as sandbox:
+            told = await sandbox.exec("umask; touch file; cat /etc/passwd | wc -l")
     finally:
         os.umask(before)
+    assert told.text.split() == ["0022", "1"]
 
 
 @pytest.mark.parametrize("path", ["/usr/planted", "/planted", "/sandbox/planted", "/etc/planted"])
-def test_the_system_is_read_only(isolating: Runtime, path: str) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        assert (await sandbox.exec(f"touch {path}")).exit_code != 0
-
-    play(isolating, scene)
+async def test_the_system_is_read_only(isolated: Sandbox, path: str) -> None:
+    assert (await isolated.exec(f"touch {path}")).exit_code != 0
 
 
 @contextlib.contextmanager
@@ -274,81 +244,66 @@ except OSError as error:
 
 
 @pytest.mark.parametrize("network", ["none", "session-only"])
-def test_a_network_reaches_its_session_and_nothing_else(network: Network) -> None:
+async def test_a_network_reaches_its_session_and_nothing_else(
+    network: Network, isolating: Runtime
+) -> None:
+    async def call(host: str, at: int) -> str:
+        told = await sandbox.exec(["python3", "-c", CALL, host, str(at)])
+        return told.text.strip()
+
     with serve_words() as port:
-
-        async def call(sandbox: Sandbox, host: str, at: int) -> str:
-            told = await sandbox.exec(["python3", "-c", CALL, host, str(at)])
-            return told.text.strip()
-
-        async def scene(sandbox: Sandbox) -> None:
+        async with start(isolating, network=network) as sandbox:
             if network == "session-only":
                 url = await sandbox.open_model_endpoint(f"http://127.0.0.1:{port}")
                 at = int(url.rpartition(":")[2])
-                assert await call(sandbox, "127.0.0.1", at) == "HELLO"
-                many = (call(sandbox, "127.0.0.1", at) for _ in range(5))
+                assert await call("127.0.0.1", at) == "HELLO"
+                many = (call("127.0.0.1", at) for _ in range(5))
                 assert await asyncio.gather(*many) == ["HELLO"] * 5
             for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.0.2.1"):
-                assert (await call(sandbox, host, port)).endswith("Error")
-
-        for name in ISOLATING:
-            play(make_runtime(name), scene, network=network)
+                assert (await call(host, port)).endswith("Error")
 
 
-def test_memory_of_all_processes_together_ends_the_sandbox(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        eater = "import time; kept = bytearray(90 << 20); time.sleep(30)"
-        with pytest.raises(SandboxLostError, match="256 MiB of memory"):
-            await sandbox.exec(f"for n in 1 2 3 4; do python3 -c '{eater}' & done; wait")
-        with pytest.raises(SandboxLostError):
-            await sandbox.exec(["true"])
-
-    play(isolating, scene)
+async def test_memory_of_all_processes_together_ends_the_sandbox(isolated: Sandbox) -> None:
+    eater = "import time; kept = bytearray(90 << 20); time.sleep(30)"
+    with pytest.raises(SandboxLostError, match="256 MiB of memory"):
+        await isolated.exec(f"for n in 1 2 3 4; do python3 -c '{eater}' & done; wait")
+    with pytest.raises(SandboxLostError):
+        await isolated.exec(["true"])
 
 
-def test_memory_of_one_process_is_refused_to_it(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        refused = await sandbox.exec(["python3", "-c", "bytearray(1 << 30)"])
-        assert "MemoryError" in refused.text
-        assert (await sandbox.exec("echo on")).stdout == b"on\n"
-
-    play(isolating, scene)
+async def test_memory_of_one_process_is_refused_to_it(isolated: Sandbox) -> None:
+    refused = await isolated.exec(["python3", "-c", "bytearray(1 << 30)"])
+    assert "MemoryError" in refused.text
+    assert (await isolated.exec("echo on")).stdout == b"on\n"
 
 
-def test_disk_and_number_of_files_are_limited_in_total(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        full = await sandbox.exec("head -c 6M /dev/zero > /tmp/a; head -c 6M /dev/zero > b")
-        assert "No space left on device" in full.text
-        await sandbox.exec("rm -f /tmp/a b")
-        crowded = await sandbox.exec("cd /tmp; for n in $(seq 400); do : > f$n || exit 9; done")
-        assert crowded.exit_code != 0
-        assert "No space left on device" in crowded.text
-
-    play(isolating, scene)
+async def test_disk_and_number_of_files_are_limited_in_total(isolated: Sandbox) -> None:
+    full = await isolated.exec("head -c 6M /dev/zero > /tmp/a; head -c 6M /dev/zero > b")
+    assert "No space left on device" in full.text
+    await isolated.exec("rm -f /tmp/a b")
+    crowded = await isolated.exec("cd /tmp; for n in $(seq 400); do : > f$n || exit 9; done")
+    assert crowded.exit_code != 0
+    assert "No space left on device" in crowded.text
 
 
-def test_processes_are_limited_and_those_of_others_go_on(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        bomb = "for n in $(seq 200); do sleep 20 & done; wait; echo all"
-        with contextlib.suppress(SandboxLostError):
-            assert "all" not in (await sandbox.exec(bomb, timeout_s=20)).stdout.decode()
-        async with start(isolating) as other:
-            assert (await other.exec("echo on")).stdout == b"on\n"
-
-    play(isolating, scene)
+async def test_processes_are_limited_and_those_of_others_go_on(
+    isolated: Sandbox, isolating: Runtime
+) -> None:
+    bomb = "for n in $(seq 200); do sleep 20 & done; wait; echo all"
+    with contextlib.suppress(SandboxLostError):
+        assert "all" not in (await isolated.exec(bomb, timeout_s=20)).stdout.decode()
+    async with start(isolating) as other:
+        assert (await other.exec("echo on")).stdout == b"on\n"
 
 
 @pytest.mark.parametrize("sign", ["KILL", "STOP", "HUP", "INT", "TERM", "USR1"])
-def test_a_command_does_not_end_or_stop_the_server_by_a_signal(
-    sign: str, isolating: Runtime
+async def test_a_command_does_not_end_or_stop_the_server_by_a_signal(
+    sign: str, isolated: Sandbox
 ) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        await sandbox.exec(f"kill -{sign} 1; sleep 0.1")
-        assert (await sandbox.exec("echo on")).stdout == b"on\n"
-        interrupted = await sandbox.exec("kill -INT $$; echo not interrupted")
-        assert interrupted.exit_code == 128 + signal.SIGINT
-
-    play(isolating, scene)
+    await isolated.exec(f"kill -{sign} 1; sleep 0.1")
+    assert (await isolated.exec("echo on")).stdout == b"on\n"
+    interrupted = await isolated.exec("kill -INT $$; echo not interrupted")
+    assert interrupted.exit_code == 128 + signal.SIGINT
 
 
 WRITES = """
@@ -369,15 +324,12 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
 """
 
 
-def test_no_process_with_the_channel_can_be_written_to(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        found = await sandbox.exec(["python3", "-c", WRITES])
-        assert (found.exit_code, found.stdout) == (0, b""), found.text
-
-    play(isolating, scene)
+async def test_no_process_with_the_channel_can_be_written_to(isolated: Sandbox) -> None:
+    found = await isolated.exec(["python3", "-c", WRITES])
+    assert (found.exit_code, found.stdout) == (0, b""), found.text
 
 
-def test_memory_that_no_limit_counts_is_refused(isolating: Runtime) -> None:
+async def test_memory_that_no_limit_counts_is_refused(isolated: Sandbox) -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -389,11 +341,8 @@ except OSError as error:
     print(error.errno)
 """
 
-    async def scene(sandbox: Sandbox) -> None:
-        found = await sandbox.exec(["python3", "-c", program])
-        assert found.stdout == b"-1 -1 -1\n-1\n1\n", found.text
-
-    play(isolating, scene)
+    found = await isolated.exec(["python3", "-c", program])
+    assert found.stdout == b"-1 -1 -1\n-1\n1\n", found.text
 
 
 HIDDEN_MEMORY = {
@@ -416,12 +365,9 @@ HIDDEN_MEMORY = {
 
 
 @pytest.mark.parametrize("how", HIDDEN_MEMORY)
-def test_memory_that_is_no_process_s_counts(how: str, isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        with pytest.raises(SandboxLostError, match="MiB of memory"):
-            await sandbox.exec(["python3", "-c", HIDDEN_MEMORY[how]])
-
-    play(isolating, scene)
+async def test_memory_that_is_no_process_s_counts(how: str, isolated: Sandbox) -> None:
+    with pytest.raises(SandboxLostError, match="MiB of memory"):
+        await isolated.exec(["python3", "-c", HIDDEN_MEMORY[how]])
 
 
 TAKES_OF_THE_USER = """
@@ -440,29 +386,22 @@ print(held)
 """
 
 
-def test_what_a_user_has_few_of_is_not_used_up(isolating: Runtime) -> None:
+async def test_what_a_user_has_few_of_is_not_used_up(isolated: Sandbox, isolating: Runtime) -> None:
     """Watches of files, pending signals, terminals: the user's other programs find theirs."""
 
-    async def scene(sandbox: Sandbox) -> None:
-        found = await sandbox.exec(["python3", "-c", TAKES_OF_THE_USER])
-        watches, signals, terminals = map(int, found.stdout.split())
-        assert 0 < watches <= 64, found.text
-        assert signals == 4096
-        if isolating.name == "bwrap":
-            assert 0 < terminals <= 64
-
-    play(isolating, scene)
+    found = await isolated.exec(["python3", "-c", TAKES_OF_THE_USER])
+    watches, signals, terminals = map(int, found.stdout.split())
+    assert 0 < watches <= 64, found.text
+    assert signals == 4096
+    if isolating.name == "bwrap":
+        assert 0 < terminals <= 64
 
 
 @pytest.mark.parametrize("escape", ["setsid sleep 300 &", "setsid sh -c 'sleep 300 &' &"])
-def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> None:
-    left: list[int] = []
-
-    async def scene(sandbox: Sandbox) -> None:
+async def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> None:
+    async with start(runtime) as sandbox:
         await sandbox.exec(f"{escape} sleep 0.2")
-        left.extend([sandbox.pid, *list_descendants(sandbox.pid)])
-
-    play(runtime, scene)
+        left = [sandbox.pid, *list_descendants(sandbox.pid)]
     assert len(left) >= 2
     wait_for(lambda: not [pid for pid in left if Path(f"/proc/{pid}/exe").exists()])
 
@@ -483,7 +422,7 @@ asyncio.run(main())
 """
 
 
-def test_an_owner_that_is_killed_leaves_no_process(runtime: Runtime) -> None:
+async def test_an_owner_that_is_killed_leaves_no_process(runtime: Runtime) -> None:
     """Nor a mount or a namespace, which are of these processes alone."""
     command = [sys.executable, "-c", OWNER, runtime.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as owner:
@@ -502,19 +441,16 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_no_rights_can_be_gained(isolating: Runtime) -> None:
-    async def scene(sandbox: Sandbox) -> None:
-        for attempt in (
-            "mount -t tmpfs none /tmp",
-            "su -c true",
-            "chroot / true",
-            "unshare -Ur true",
-        ):
-            assert (await sandbox.exec(attempt, timeout_s=10)).exit_code != 0, attempt
-        status = (await sandbox.exec("grep -E 'CapEff|CapPrm' /proc/self/status")).text
-        assert set(status.split()[1::2]) == {"0" * 16}
-
-    play(isolating, scene)
+async def test_no_rights_can_be_gained(isolated: Sandbox) -> None:
+    for attempt in (
+        "mount -t tmpfs none /tmp",
+        "su -c true",
+        "chroot / true",
+        "unshare -Ur true",
+    ):
+        assert (await isolated.exec(attempt, timeout_s=10)).exit_code != 0, attempt
+    status = (await isolated.exec("grep -E 'CapEff|CapPrm' /proc/self/status")).text
+    assert set(status.split()[1::2]) == {"0" * 16}
 
 
 AS_USER = """
@@ -530,7 +466,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("mapped", [("--map-user=1234", "--map-group=1234"), ("--map-root-user",)])
-def test_an_ordinary_user_may_have_one_and_so_may_root_of_a_container(
+async def test_an_ordinary_user_may_have_one_and_so_may_root_of_a_container(
     mapped: tuple[str, ...], isolating: Runtime
 ) -> None:
     command = ["unshare", "--user", *mapped, sys.executable, "-c", AS_USER, isolating.name]
