@@ -33,10 +33,9 @@ from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest, R
 from tests.support.deadlines import scaled
 from tests.support.json_server import JsonHandler, serving_http
 from tests.support.process_commands import command_of, is_scheduler
-from tests.support.service_keys import SERVICE_KEY
+from tests.support.service_keys import SERVICE_KEY as KEY
 from tests.support.waiting import wait_for
 
-KEY = SERVICE_KEY
 SERVER = """
 import http.server, json, subprocess, sys, time
 subprocess.Popen(
@@ -62,12 +61,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
 """
-FACTS = {
-    "BYSTANDER_S": 60.0,
-    "HEALTH_S": 0.0,
-    "POST_S": 0.0,
-    "POST_STATUS": 200,
-}
+FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "POST_STATUS": 200}
 
 
 def server(before: str = "", **facts: float) -> BuildCommand:
@@ -157,7 +151,6 @@ def tick_for(replica: Replica, seconds: float) -> None:
     while time.monotonic() < stop_at:
         replica.maintain_server_once()
         time.sleep(0.01)
-    replica.maintain_server_once()
 
 
 Make = Callable[..., Replica]
@@ -198,8 +191,7 @@ def test_only_lost_schedulers_replace_the_server_and_old_crashes_pass(make: Make
         (child,) = (one for one in schedulers() if one not in others)
         child.kill()
         tick_until(replica, lambda view: view.state == "starting")
-    next_job = make(server())
-    assert tick_until(next_job, is_ready).incarnation == 4, "it goes on counting"
+    assert tick_until(make(server()), is_ready).incarnation == 4, "the next job goes on counting"
 
 
 def test_what_a_server_leaves_in_temporary_folders_goes_with_it(make: Make, tmp_path: Path) -> None:
@@ -279,8 +271,7 @@ def test_a_server_never_ready_ends_the_cell_with_its_last_log(make: Make, tmp_pa
     silent = "import time; print('loading', flush=True); time.sleep(600)"
     replica = make(program(silent), startup_timeout_s=1.0, max_restarts=1)
     tick_until(replica, lambda view: view.incarnation == 2)
-    log = tmp_path / "replica-0.2.log"
-    wait_for(lambda: "loading" in log.read_text())
+    wait_for(lambda: "loading" in (tmp_path / "replica-0.2.log").read_text())
     with pytest.raises(ClusterError, match=r"not ready within 1 s, after 1 restarts[^$]*loading"):
         tick_until(replica, is_ready)
     assert replica.build_view().state == "failed"
@@ -334,8 +325,7 @@ def test_the_time_of_an_update_is_not_counted_from_one_whose_sender_vanished(
     time.sleep(pause_s)
     replica.stop_serving(caller, FenceReplicaRequest())
     replica.start_serving(caller, ReopenReplicaRequest("1.5"))
-    (seconds,) = updates
-    assert seconds < pause_s
+    assert [took_s < pause_s for took_s in updates] == [True]
 
 
 def test_a_server_deaf_after_its_caller_left_is_replaced(make: Make, tmp_path: Path) -> None:
@@ -385,8 +375,7 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
     assert 0 < pause.busy_s < pause.pause_s
     events = read_readable_records(tmp_path / "events.jsonl")
     (noted,) = [event for event in events if event["event"] == "replica_resumed"]
-    assert noted["pause_s"] == pause.pause_s
-    assert noted["busy_s"] == pause.busy_s
+    assert (noted["pause_s"], noted["busy_s"]) == (pause.pause_s, pause.busy_s)
 
 
 def test_the_next_start_removes_shared_memory_that_nobody_uses(
@@ -483,26 +472,19 @@ def test_both_nodes_run_the_same_incarnation_until_either_loses_its_part(pair: P
         lambda: pair.is_ready(3) and len(pair.running()) == 1 and old not in pair.running()
     )
     assert [incarnation for incarnation, _ in pair.parts] == [1, 2, 3]
-    (new,) = pair.running()
-    assert new != old
 
 
-def test_a_part_does_not_outlive_a_first_node_that_is_gone(pair: Pair) -> None:
-    pair.tick_until(lambda: pair.is_ready(1) and len(pair.running()) == 1)
-    pair.proxy.stop()
-
-    def is_over() -> bool:
-        pair.worker.sync_with_head_node()
-        return not pair.running()
-
-    wait_for(is_over)
-
-
-def test_a_part_does_not_outlive_a_first_node_that_says_nothing(pair: Pair) -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_part_does_not_outlive_a_first_node_that_is_gone_or_silent(
+    pair: Pair, is_silent: bool
+) -> None:
     pair.tick_until(lambda: pair.is_ready(1) and len(pair.running()) == 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        rendezvous.publish_endpoint(pair.folder, "control-cell-0", url)
+        if is_silent:
+            rendezvous.publish_endpoint(pair.folder, "control-cell-0", url)
+        else:
+            pair.proxy.stop()
 
         def is_over() -> bool:
             pair.worker.sync_with_head_node()
@@ -514,5 +496,5 @@ def test_a_part_does_not_outlive_a_first_node_that_says_nothing(pair: Pair) -> N
 def test_a_node_that_the_cell_does_not_have_is_refused(pair: Pair) -> None:
     for node in (0, 2, -1):
         answer = call(pair.proxy, "follow", {"node": node, "incarnation": 0})
-        assert answer.status_code == 400
-        assert f"expected a node from 1 to 1, got {node}" in answer.text
+        expected = f"expected a node from 1 to 1, got {node}"
+        assert (answer.status_code, expected in answer.text) == (400, True)
