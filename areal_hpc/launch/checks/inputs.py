@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.checkout import format_python_hint
 from areal_hpc.dataset.sources import list_source_paths
 from areal_hpc.errors import ArealError, Problem, RecipeError
 from areal_hpc.jobs.processes.line_workers import LineProcess
@@ -29,7 +28,6 @@ from areal_hpc.launch.checks.role_python import (
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
-from areal_hpc.rundir.paths import ENVIRONMENTS
 from areal_hpc.wire.decoding import convert_value
 
 log = logging.getLogger(__name__)
@@ -280,25 +278,14 @@ def find_input_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
     """All problems of the files, interpreters and names that a recipe mentions. Leaves nothing."""
-    there = {role: python for role, python in pythons.items() if shutil.which(python)}
     problems = [
-        Problem(
-            f"no Python interpreter for role {role} at {python}",
-            f"cluster.{role}.python",
-            f"{format_python_hint(python, ENVIRONMENTS[role])}, or set this key to the interpreter "
-            "of the role",
-        )
-        for role, python in pythons.items()
-        if role not in there
-    ]
-    problems += [
-        *find_role_python_problems(recipe, there),
+        *find_role_python_problems(recipe, pythons),
         *_find_run_directory_problems(recipe.run_dir),
         *find_model_problems(recipe),
     ]
-    if "serve" in there:
-        problems += find_parser_name_problems(recipe.inference, there["serve"])
-        problems += find_extra_args_problems(recipe, there["serve"])
+    if shutil.which(pythons["serve"]):
+        problems += find_parser_name_problems(recipe.inference, pythons["serve"])
+        problems += find_extra_args_problems(recipe, pythons["serve"])
     for part, key in recipe.task_sets_with_keys:
         try:
             list_source_paths(part, key)

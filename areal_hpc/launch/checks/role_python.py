@@ -1,6 +1,7 @@
 """Python of a role: its packages, problems of these, and answers of programs that it runs."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -143,7 +144,7 @@ def describe_role_pythons(
 
 
 def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of interpreters that exist: packages that they lack, CUDA that they cannot use."""
+    """Problems of interpreters: missing ones, packages that they lack, CUDA they cannot use."""
     for role, answer in describe_role_pythons(pythons).items():
         yield from judge_role_python(recipe, role, pythons[role], answer)
 
@@ -154,6 +155,9 @@ def judge_role_python(
     key = f"cluster.{role}.python"
     command = format_python_hint(python, ENVIRONMENTS[role])
     hint = f"{command}, or set {key} to an environment that has it"
+    if shutil.which(python) is None:
+        yield Problem(f"no Python interpreter for role {role} at {python}", key, hint)
+        return
     if isinstance(answer, RolePythonError):
         if answer.is_late:
             message = f"{python} did not start within {INTERPRETER_TIMEOUT_S:.0f} s"

@@ -2,7 +2,6 @@
 
 import logging
 import platform
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any, Literal
 import msgspec
 
 import areal_hpc
-from areal_hpc.checkout import format_python_hint
 from areal_hpc.errors import ArealError
 from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.launch.checks.inputs import find_input_problems
@@ -42,7 +40,6 @@ from areal_hpc.launch.doctor.slurm_checks import (
 from areal_hpc.launch.provenance import read_repository
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.files import write_atomic
-from areal_hpc.rundir.paths import ENVIRONMENTS
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +51,9 @@ def check_role_interpreters(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def check_interpreters(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[CheckResult]:
-    there = {role: python for role, python in pythons.items() if shutil.which(python)}
-    answers = describe_role_pythons(there)
+    answers = describe_role_pythons(pythons)
     for role, python in pythons.items():
-        name, key = f"python {role}", f"cluster.{role}.python"
-        if role not in there:
-            hint = f"{format_python_hint(python, ENVIRONMENTS[role])}, or {key}=/path/to/python"
-            yield fail(name, f"there is no interpreter at {python}", hint)
-            continue
-        answer = answers[role]
+        name, answer = f"python {role}", answers[role]
         problems = list(judge_role_python(recipe, role, python, answer))
         for problem in problems:
             yield fail(name, problem.message, problem.hint)
