@@ -144,13 +144,6 @@ def make_agent_sandboxes(
 def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
     """Build the spec for a recipe's section and a runtime."""
     network: Network = "open" if runtime.name == "none" else config.network
-    if config.root and runtime.name == "none":
-        raise RecipeError(
-            "rollout.agent.isolation=none has the programs of the node, and no other root file "
-            "system",
-            key="rollout.agent.sandbox.root",
-            hint="use rollout.agent.isolation=bwrap",
-        )
     if config.root and not Path(config.root).exists():
         raise RecipeError(
             f"there is no root file system {config.root}",
