@@ -78,9 +78,7 @@ class ControlProxyApp(JsonApp):
         """Act, or ask SGLang."""
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
-                return _encode_reply(
-                    ReplicasOfCell(self._cell, self._list_views_redacted_for_caller(request))
-                )
+                return _encode_reply(ReplicasOfCell(self._cell, self._list_views(request)))
             case "POST", ["follow"]:
                 part = await read_message(request, FollowerPollRequest)
                 try:
@@ -117,7 +115,7 @@ class ControlProxyApp(JsonApp):
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
-    def _list_views_redacted_for_caller(self, request: Request) -> list[ReplicaView]:
+    def _list_views(self, request: Request) -> list[ReplicaView]:
         views = [one.build_view() for one in self._replicas]
         client, server = request.scope["client"], request.scope["server"]
         if client and server and client[0] == server[0]:
@@ -149,9 +147,7 @@ class ControlProxyApp(JsonApp):
         server = replica.begin_control_call(caller, route)
         accepted: bool | None = False
         try:
-            status, content = await self._call_sglang_until_deadline(
-                server, route, body, caller, request
-            )
+            status, content = await self._call_sglang(server, route, body, caller, request)
             accepted = status < 400
         except TimeoutError:
             accepted = None
@@ -162,7 +158,7 @@ class ControlProxyApp(JsonApp):
             replica.finish_control_call(caller, route, accepted)
         return status, content
 
-    async def _call_sglang_until_deadline(
+    async def _call_sglang(
         self,
         server: SGLangServer,
         route: str,

@@ -134,7 +134,7 @@ def _is_costly(backend: Any, request: GrammarCheckRequest) -> bool:
         if "alloc" in found.error_message:
             os.abort()
         return False
-    if _is_slow_to_sample_by(found.ctx):
+    if _is_slow_to_sample(found.ctx):
         return True
     if request.kind != "ebnf" and '"grammar"' not in request.text:
         return False
@@ -143,10 +143,10 @@ def _is_costly(backend: Any, request: GrammarCheckRequest) -> bool:
     whole = xgrammar.Grammar.from_ebnf(
         f"{rules}\nevery_rule ::= {names}\n", root_rule_name="every_rule"
     )
-    return _is_slow_to_sample_by(backend.grammar_compiler.compile_grammar(whole))
+    return _is_slow_to_sample(backend.grammar_compiler.compile_grammar(whole))
 
 
-def _is_slow_to_sample_by(grammar: Any) -> bool:
+def _is_slow_to_sample(grammar: Any) -> bool:
     import numpy as np
     import xgrammar
 

@@ -176,7 +176,7 @@ class WorkerNode:
     def _stop_server_part(self) -> None:
         if self._server is not None:
             self._server.request_stop()
-            self._server.kill_and_clean_up(STOP_GRACE_S)
+            self._server.kill(STOP_GRACE_S)
         self._server, self._incarnation = None, 0
 
     def stop_part_for_good(self) -> None:

@@ -203,7 +203,7 @@ class ReplyParser:
             self._calls = self._reasoning = None
         self._body += body
         try:
-            shown.text, shown.calls = self._pop_text_and_calls(is_last, is_cut)
+            shown.text, shown.calls = self._pop_reply(is_last, is_cut)
         except Exception as error:  # boundary: as above
             shown.error, shown.text = repr(error), self._pop_text_until(len(self._body))
             self._calls = self._reasoning = None
@@ -218,13 +218,13 @@ class ReplyParser:
             reasoning, body = reasoning + more_reasoning, body + more_body
         return self._trim_line_breaks(reasoning, body)
 
-    def _pop_text_and_calls(self, is_last: bool, is_cut: bool) -> tuple[str, list[ParsedToolCall]]:
+    def _pop_reply(self, is_last: bool, is_cut: bool) -> tuple[str, list[ParsedToolCall]]:
         if is_last:
             whole, cut_call = self._body, ""
             if is_cut and self._calls is not None and self._calls.has_tool_call(whole):
-                end = _find_end_of_last_closed_call(self._calls, whole)
+                end = _find_last_call_end(self._calls, whole)
                 self._body, cut_call = whole[:end], whole[max(end, self._shown_chars) :]
-            text, calls = self._pop_rest_and_calls()
+            text, calls = self._pop_rest()
             return text + cut_call, calls
         if self._calls is None:
             return self._pop_text_until(len(self._body)), []
@@ -246,7 +246,7 @@ class ReplyParser:
         start, self._shown_chars = self._shown_chars, max(end_index, self._shown_chars)
         return self._body[start:end_index]
 
-    def _pop_rest_and_calls(self) -> tuple[str, list[ParsedToolCall]]:
+    def _pop_rest(self) -> tuple[str, list[ParsedToolCall]]:
         if self._calls is None or not self._calls.has_tool_call(self._body):
             return self._pop_text_until(len(self._body)), []
         text, calls = _parse_calls(self._formats.build_call_parser(self._tools), self._body)
@@ -279,7 +279,7 @@ def _list_call_markers(parser: Any) -> list[str]:
     return sorted(markers - {"", None}, key=len, reverse=True)
 
 
-def _find_end_of_last_closed_call(parser: Any, body: str) -> int:
+def _find_last_call_end(parser: Any, body: str) -> int:
     """Index behind the last end of a call; that of the body in a format that marks none.
 
     Calls of such a format are literals, which do not parse before they are whole.
@@ -335,13 +335,13 @@ class ParseRequestHandler:
                     grammar=grammar, grammar_value=value, reasons_first=reasons_first
                 )
             else:
-                reply = self._parse_chunk_opening_reply_if_new(request)
+                reply = self._parse_chunk(request)
         except Exception as error:  # boundary: SGLang's code, run on whatever comes
             reply = ParserReply(error=f"{type(error).__name__}: {error}")
         reply.call = request.call
         return reply
 
-    def _parse_chunk_opening_reply_if_new(self, request: ParseChunkRequest) -> ParserReply:
+    def _parse_chunk(self, request: ParseChunkRequest) -> ParserReply:
         if request.opening is not None:
             self._replies[request.reply] = ReplyParser(self._formats, request.opening)
             while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left

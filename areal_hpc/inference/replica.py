@@ -150,22 +150,18 @@ class Replica:
             if now >= self._not_before:
                 self._start_server()
         elif death := self._server.find_death_reason() or self.nodes.find_loss_reason(now):
-            self._end_server_and_plan_restart_or_raise(self._server, death)
+            self._replace_server(self._server, death)
         elif self._state == "starting":
             self._poll_starting_server(self._server, now)
         elif route := self._update_state.unanswered:
-            self._end_server_and_plan_restart_or_raise(
-                self._server, f"did not respond to {route}", is_crash=False
-            )
-        elif self._block_calls_if_sender_overdue(now):
+            self._replace_server(self._server, f"did not respond to {route}", is_crash=False)
+        elif self._close_overdue_update(now):
             self._recover_from_lost_sender(self._server)
-        elif self._probe is not None and self._probe.probe_and_check_timed_out(
+        elif self._probe is not None and self._probe.check_silence(
             may_ask=not self._update_state.has_sender
         ):
             timeout_s = self._config.health_timeout_s
-            self._end_server_and_plan_restart_or_raise(
-                self._server, f"was unresponsive for {timeout_s:.0f} s"
-            )
+            self._replace_server(self._server, f"was unresponsive for {timeout_s:.0f} s")
 
     def _start_server(self) -> None:
         incarnation, ports = self._incarnation + 1, choose_server_ports()
@@ -194,24 +190,22 @@ class Replica:
             self._record_event("replica_ready", seconds=round(waited_s, 2))
             self._record_span("server start", waited_s)
         elif waited_s > timeout_s:
-            self._end_server_and_plan_restart_or_raise(
-                server, f"was not ready within {timeout_s:.0f} s"
-            )
-        elif server.check_failed_to_bind_if_due(now):
-            self._end_server_and_plan_restart_or_raise(server, "could not bind its port")
+            self._replace_server(server, f"was not ready within {timeout_s:.0f} s")
+        elif server.check_binding_failed(now):
+            self._replace_server(server, "could not bind its port")
 
-    def _block_calls_if_sender_overdue(self, now: float) -> bool:
+    def _close_overdue_update(self, now: float) -> bool:
         with self._lock:
             self._update_state.is_closing = self._update_state.is_sender_overdue(now)
             return self._update_state.is_closing
 
     def _recover_from_lost_sender(self, server: SGLangServer) -> None:
         if self._update_state.is_changed:
-            self._end_server_and_plan_restart_or_raise(
+            self._replace_server(
                 server, "has weights of an update that no sender completed", is_crash=False
             )
         elif self._update_state.is_paused and not server.continue_generation():
-            self._end_server_and_plan_restart_or_raise(
+            self._replace_server(
                 server,
                 "did not resume after an update that no sender completed",
                 is_crash=False,
@@ -222,16 +216,14 @@ class Replica:
                 self._fenced_at = 0.0
             self._record_event("weight_sender_lost", version=self._update_state.served_version)
 
-    def _end_server_and_plan_restart_or_raise(
-        self, server: SGLangServer, reason: str, *, is_crash: bool = True
-    ) -> None:
+    def _replace_server(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
 
         An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.has_usage_error, self._state == "starting"
         self.nodes.withdraw_node_parts()
-        server.kill_and_clean_up()
+        server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
         last_line = find_error_line(server.read_log_tail())
         self._record_event(
@@ -283,7 +275,7 @@ class Replica:
     def kill(self, grace_s: float = 0.0) -> None:
         self.nodes.withdraw_node_parts()
         if self._server is not None:
-            self._server.kill_and_clean_up(grace_s)
+            self._server.kill(grace_s)
 
     def _record_event(self, event: str, **fields: object) -> None:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **fields)
@@ -301,7 +293,7 @@ class Replica:
     ) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
-            self._raise_if_refused_and_note_generation(caller)
+            self._admit_caller(caller)
             self._update_state.mark_fenced(
                 self.clock.now(), caller.sender_timeout_s, stays_if_sender_lost=request.stays
             )
@@ -313,7 +305,7 @@ class Replica:
     ) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
-            self._raise_if_refused_and_note_generation(caller)
+            self._admit_caller(caller)
             self._update_state.mark_serving(request.version)
             if self._fenced_at:
                 took_s = self.clock.now() - self._fenced_at
@@ -331,7 +323,7 @@ class Replica:
     def begin_control_call(self, caller: ControlCallerIdentity, route: str) -> SGLangServer:
         """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
-            self._raise_if_refused_and_note_generation(caller)
+            self._admit_caller(caller)
             now = self.clock.now()
             self._update_state.on_call_started(route, now, caller.sender_timeout_s)
             if route == "pause_generation":
@@ -366,7 +358,7 @@ class Replica:
                 route, now, caller.sender_timeout_s, accepted=bool(accepted)
             )
 
-    def _raise_if_refused_and_note_generation(self, caller: ControlCallerIdentity) -> None:
+    def _admit_caller(self, caller: ControlCallerIdentity) -> None:
         name = f"replica {self.index}"
         if caller.server_incarnation != self._incarnation:
             raise ControlCallRefusedError(

@@ -53,7 +53,7 @@ class WeightUpdateState:
             self._busy_s = 0.0
         self._is_fenced = True
         self._fence_stays = stays_if_sender_lost
-        self._start_sender_deadline_unless_set(now + sender_timeout_s)
+        self._start_sender_deadline(now + sender_timeout_s)
 
     def on_call_started(self, route: str, now: float, sender_timeout_s: float) -> None:
         """A control call is about to be forwarded to SGLang."""
@@ -62,7 +62,7 @@ class WeightUpdateState:
         self._calls_in_flight += 1
         if route in WEIGHT_CHANGING_ROUTES:
             self._version, self.is_changed = "", True
-            self._start_sender_deadline_unless_set(now + sender_timeout_s)
+            self._start_sender_deadline(now + sender_timeout_s)
 
     def on_call_finished(
         self, route: str, now: float, sender_timeout_s: float, *, accepted: bool
@@ -81,7 +81,7 @@ class WeightUpdateState:
             self.is_paused = False
         elif route == "pause_generation":
             self.is_paused = True
-            self._start_sender_deadline_unless_set(now + sender_timeout_s)
+            self._start_sender_deadline(now + sender_timeout_s)
         elif self.has_sender:
             self._sender_until = now + sender_timeout_s
 
@@ -99,6 +99,6 @@ class WeightUpdateState:
         self._is_fenced = self._fence_stays
         self._sender_until = math.inf
 
-    def _start_sender_deadline_unless_set(self, deadline_at: float) -> None:
+    def _start_sender_deadline(self, deadline_at: float) -> None:
         if not self.has_sender:
             self._sender_until = deadline_at

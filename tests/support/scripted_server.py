@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from areal_hpc.inference.server.sglang_main import consume_keys_file_as_arguments
+from areal_hpc.inference.server.sglang_main import consume_keys_file
 from tests.support.scripted_sglang import ScriptedSGLang
 
 LOADS = {"num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--model-path")
     told, _ = parser.parse_known_args()
-    consume_keys_file_as_arguments()
+    consume_keys_file()
     asyncio.run(serve(told.port, told.model_path))
 
 

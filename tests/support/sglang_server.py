@@ -48,4 +48,4 @@ def serving(
         wait_for(is_ready, START_TIMEOUT_S, server.read_log_tail)
         yield server.url
     finally:
-        server.kill_and_clean_up()
+        server.kill()

@@ -69,7 +69,7 @@ def make_cache_dir(fallback: Path) -> Path:
     return fallback
 
 
-def remove_files_of_dead_servers() -> list[Path]:
+def remove_stale_files() -> list[Path]:
     """Remove what this user's servers left that ended by force, and no process uses; its paths."""
     oldest_kept_at = time.time() - _MIN_AGE_S
     stale: set[Path] = set()

@@ -33,13 +33,13 @@ def main() -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file_as_arguments()]))
+        run_server(prepare_server_args([*sys.argv[1:], *consume_keys_file()]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
 def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
-    """A file for `consume_keys_file_as_arguments`, readable by its owner alone."""
+    """A file for `consume_keys_file`, readable by its owner alone."""
     path = folder / "keys.json"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -47,7 +47,7 @@ def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
     return path
 
 
-def consume_keys_file_as_arguments() -> list[str]:
+def consume_keys_file() -> list[str]:
     """SGLang's arguments for the keys in the file, which is gone on return; nothing without one.
 
     From then on the keys stand in no line that this process logs: SGLang logs all its arguments.
@@ -161,7 +161,7 @@ def _has_room(scheduler: Any, tokens: int) -> bool:
 # Experts that tokens visited (sglang 0.5.23, private APIs) -------------------------------------
 
 
-def keep_routes_of_sampling_passes() -> None:
+def keep_sampling_routes() -> None:
     """Patch SGLang to return the experts of the passes that sampled, of retracted requests too.
 
     It keeps them by the places of keys, which a retracted request computes anew, maybe by other
@@ -253,7 +253,7 @@ def install_patches() -> None:
     """Patch SGLang in this process; the parts of it that are not asked for stay as they are."""
     serve_sent_adapter()  # first: what is scored while paused is to run with the adapter, too
     install_paused_scoring()
-    keep_routes_of_sampling_passes()
+    keep_sampling_routes()
 
 
 if __name__ in ("__main__", "__mp_main__"):

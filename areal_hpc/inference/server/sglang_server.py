@@ -22,7 +22,7 @@ from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.node_files import (
     build_cache_variables,
     make_cache_dir,
-    remove_files_of_dead_servers,
+    remove_stale_files,
 )
 from areal_hpc.inference.server.sglang_main import KEYS_FILE_VARIABLE, write_keys_file
 from areal_hpc.jobs.node import LOOPBACK_ADDRESS
@@ -111,7 +111,7 @@ class SGLangServer:
         self.started_at = started_at
         """By the caller's clock."""
         self._http_port = ports.http
-        if stale := remove_files_of_dead_servers():
+        if stale := remove_stale_files():
             log.info("removed %d files of shared memory that dead servers left", len(stale))
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
@@ -171,7 +171,7 @@ class SGLangServer:
             return f"lost its process {member.pid}"
         return ""
 
-    def check_failed_to_bind_if_due(self, now: float) -> bool:
+    def check_binding_failed(self, now: float) -> bool:
         """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
 
         Its log may be on storage that all cells share, so it is read every two seconds at most.
@@ -196,7 +196,7 @@ class SGLangServer:
         if self._process.poll() is None:
             self._process.terminate()
 
-    def kill_and_clean_up(self, grace_s: float = 0.0) -> None:
+    def kill(self, grace_s: float = 0.0) -> None:
         """End all its processes: by force after `grace_s`.
 
         One that a hanging driver or storage keeps from ending is left behind, with a line in the
@@ -215,7 +215,7 @@ class SGLangServer:
                 self.pid,
                 _KILL_TIMEOUT_S,
             )
-        self._log.wait_until_written(_LOG_WRITE_TIMEOUT_S)
+        self._log.await_written(_LOG_WRITE_TIMEOUT_S)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
 
@@ -242,7 +242,7 @@ class ServerLogPipe:
         threading.Thread(target=self._read_pipe, name="server-output", daemon=True).start()
         self._writer.start()
 
-    def wait_until_written(self, timeout_s: float) -> None:
+    def await_written(self, timeout_s: float) -> None:
         self._writer.join(timeout_s)
 
     def _read_pipe(self) -> None:
@@ -323,7 +323,7 @@ class HealthProbe:
         self._clock = clock
         self._asked_at = self._alive_at = clock.now()
 
-    def probe_and_check_timed_out(self, *, may_ask: bool) -> bool:
+    def check_silence(self, *, may_ask: bool) -> bool:
         """Ask if it is time to; true once the server has been silent for `timeout_s`.
 
         While an update is under way it may not be asked: the server then need not answer, and its

@@ -21,7 +21,7 @@ from areal_hpc.inference.server import sglang_server
 from areal_hpc.inference.server.node_files import build_cache_variables, make_cache_dir
 from areal_hpc.inference.server.sglang_main import (
     KEYS_FILE_VARIABLE,
-    consume_keys_file_as_arguments,
+    consume_keys_file,
     write_keys_file,
 )
 from areal_hpc.inference.server.sglang_server import ServerLogPipe, make_scratch_dir
@@ -67,7 +67,7 @@ def test_last_words_are_in_the_file_behind_those_of_an_earlier_server(tmp_path: 
     for words in (b"xlast words", b"xlast wordsxlast words"):
         log = ServerLogPipe(path)
         speak(log, 1)
-        log.wait_until_written(TIMEOUT_S)
+        log.await_written(TIMEOUT_S)
         assert path.read_bytes() == words
 
 
@@ -78,7 +78,7 @@ def test_keys_are_hidden_also_in_a_call_whose_arguments_do_not_fit(
     monkeypatch.setenv(KEYS_FILE_VARIABLE, str(path))
     factory = logging.getLogRecordFactory()
     try:
-        assert consume_keys_file_as_arguments() == ["--api-key=abc", "--admin-api-key=xyz"]
+        assert consume_keys_file() == ["--api-key=abc", "--admin-api-key=xyz"]
         assert not path.exists()
         log = logging.getLogger("server")
         log.warning("keys: %s", "abc")
