@@ -11,7 +11,7 @@ from tests.support.proxy_stage import Stage
 
 
 @pytest.fixture(scope="session")
-def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A scripted model whose format is that of Qwen3, and SGLang's real parsers."""
     root = tmp_path_factory.mktemp("parsing")
     stage = Stage(

@@ -27,11 +27,6 @@ VERBS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def stage(parsing_stage: Stage) -> Stage:
-    return parsing_stage
-
-
 def ask(
     stage: Stage, key: str, verb: str, contents: Any = CONTENTS, **more: Any
 ) -> list[dict[str, Any]]:

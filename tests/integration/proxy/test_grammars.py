@@ -59,8 +59,7 @@ COSTLY = "root ::= root root | [a-z ]"
 
 
 @pytest.mark.parametrize(("kind", "text"), choose(USUAL, USUAL[2], USUAL[6]))
-def test_a_usual_grammar_reaches_a_replica(parsing_stage: Stage, kind: str, text: str) -> None:
-    stage = parsing_stage
+def test_a_usual_grammar_reaches_a_replica(stage: Stage, kind: str, text: str) -> None:
     stage.sglang.script = lambda request: Script()
     stage.sglang.requests.clear()
     schema = {"name": "a", "schema": json.loads(text)} if kind == "json_schema" else None
@@ -72,8 +71,7 @@ def test_a_usual_grammar_reaches_a_replica(parsing_stage: Stage, kind: str, text
 
 
 @pytest.mark.parametrize("route", choose(["/generate", "/chat/completions"], "/chat/completions"))
-def test_a_costly_grammar_is_refused(parsing_stage: Stage, route: str) -> None:
-    stage = parsing_stage
+def test_a_costly_grammar_is_refused(stage: Stage, route: str) -> None:
     stage.sglang.requests.clear()
     bodies: dict[str, Any] = {
         "/generate": {"input_ids": [5], "sampling_params": {"ebnf": COSTLY}},

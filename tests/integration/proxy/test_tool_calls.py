@@ -29,11 +29,6 @@ from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
 
-@pytest.fixture(scope="module")
-def stage(parsing_stage: Stage) -> Stage:
-    return parsing_stage
-
-
 def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
     """A streamed reply put together as the SDK's own helper does it."""
     with (

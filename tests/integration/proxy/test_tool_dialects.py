@@ -22,12 +22,6 @@ from tests.integration.proxy.tool_questions import (
 )
 from tests.support.proxy_stage import Stage
 
-
-@pytest.fixture(scope="module")
-def stage(parsing_stage: Stage) -> Stage:
-    return parsing_stage
-
-
 SAID = pytest.mark.parametrize(
     ("said", "kinds"),
     [
