@@ -21,7 +21,7 @@ from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import build_recipe, load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from examples.quickstart.task import demonstrations
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -57,7 +57,7 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in inputs.find_input_problems(recipe, {"agents": "/no", "train": "/no"}, ())
+        for problem in inputs.find_input_problems(recipe, dict.fromkeys(ROLES, "/no"), ())
         if problem.key.startswith("model")
     ]
 
