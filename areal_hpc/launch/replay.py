@@ -1,7 +1,7 @@
-"""Train again from what a run recorded, without any server: which steps, from where, with what.
+"""Replay of a run's steps: train again on its recorded batches, without any server.
 
-A replay has a directory of its own in the form of a run's. Its manifests, shards and task sets are
-links to the recorded ones, as is the checkpoint it starts from; it writes nothing outside.
+A replay has a directory of its own, laid out like a run's. Its manifests, shards, task sets and
+first checkpoint are links to the recorded ones; it writes nothing outside its directory.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -48,14 +48,14 @@ COMPUTE_KEYS = (
     "trainer.parallel",
     "trainer.recompute",
 )
-"""Keys that say how a step is computed and kept. They hold for every step of a replay."""
+"""Keys of how a step is computed and saved. They apply to every step of a replay."""
 LEARNING_KEYS = (
     "trainer.minibatches",
     "trainer.objective",
     "trainer.optimizer",
     "trainer.total_steps",
 )
-"""Keys that say what a step learns. They hold for the steps asked for, not for those before."""
+"""Keys of what a step learns. They apply to the requested steps, not to those before."""
 COMPARED_METRICS = ("loss", "grad_norm")
 
 
@@ -63,13 +63,13 @@ COMPARED_METRICS = ("loss", "grad_norm")
 class ReplayStart:
     step: int
     checkpoint: Path | None
-    """None: the model that the run started from."""
+    """Checkpoint to start from; None: the model that the run started from."""
     forks: tuple[GenerationFork, ...]
-    """Every generation of the run with the step it began from."""
+    """Every generation of the run with the step from which it began."""
 
 
 class RecordedStepsReplay:
-    """Steps of a recorded run, to be trained again in `output_run`, which may be an earlier try."""
+    """Replay of a recorded run's steps in `output_run`, which may hold an interrupted replay."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class RecordedStepsReplay:
         overrides: Sequence[str],
         output_run: RunPaths,
     ) -> None:
-        computed, learnt = split_overrides(overrides)
-        self._as_recorded = load_recipe(run.recipe, computed)
-        self.recipe = load_recipe(run.recipe, [*computed, *learnt])
-        self._is_changed = bool(learnt)
+        compute_overrides, learning_overrides = split_overrides(overrides)
+        self._as_recorded = load_recipe(run.recipe, compute_overrides)
+        self.recipe = load_recipe(run.recipe, [*compute_overrides, *learning_overrides])
+        self._is_changed = bool(learning_overrides)
         self._run, self._out = run, output_run
         self._first_step, self._last_step = first_step, last_step
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
@@ -108,22 +108,21 @@ class RecordedStepsReplay:
             self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
         for link, _ in list_unfinished_checkpoints(self._out.checkpoints_dir):
-            if link.is_symlink():  # the start, replaced by checkpoints of our own
+            if link.is_symlink():  # the recorded start; the replay's own checkpoints replace it
                 link.unlink()
-        last_same = first - 1 if self._is_changed else self._last_step
-        for line in format_metric_comparison(
-            self._run, self._out, range(start.step + 1, last_same + 1)
-        ):
+        last_compared = first - 1 if self._is_changed else self._last_step
+        compared_steps = range(start.step + 1, last_compared + 1)
+        for line in format_metric_comparison(self._run, self._out, compared_steps):
             reporter.print_line(line)
 
     def _prepare_output_dir(self) -> None:
         run, out = self._run, self._out
-        # First and whole: a directory that holds anything else is refused by the next try.
+        # Written first, atomically: a replay refuses a directory that has files but not this one.
         write_atomic(out.replay_arguments, msgspec.json.encode(self._request))
         out.checkpoints_dir.mkdir(exist_ok=True)
         write_run_recipe(self.recipe, out.recipe)
-        places = ["data_dir", "shards_dir", "shard_index_dir", "manifests_dir"]
-        links = {getattr(out, place): getattr(run, place) for place in places}
+        folders = ["data_dir", "shards_dir", "shard_index_dir", "manifests_dir"]
+        links = {getattr(out, folder): getattr(run, folder) for folder in folders}
         for step, record in self._quarantined.items():
             if self.start.step < step <= self._last_step:
                 record_quarantine(out, record)
@@ -143,8 +142,9 @@ class RecordedStepsReplay:
         reporter: ProgressReporter,
         stop: StopEvent,
     ) -> None:
-        if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
-            return  # by an earlier try
+        own_checkpoints = list_checkpoints(self._out.checkpoints_dir)
+        if any(checkpoint.state.step >= last_step for checkpoint in own_checkpoints):
+            return  # an interrupted replay has trained them
         write_run_recipe(recipe, self._out.recipe)
         config = ReplayJobConfig(
             run_dir=self._out.root,
@@ -162,42 +162,42 @@ class RecordedStepsReplay:
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides that say how steps are computed, and those that say what they learn."""
-    computed, learnt, problems = [], [], []
-    for item in overrides:
-        key = item.partition("=")[0]
+    """Split overrides into those of `COMPUTE_KEYS` and those of `LEARNING_KEYS`."""
+    compute_overrides, learning_overrides, problems = [], [], []
+    for override in overrides:
+        key = override.partition("=")[0]
         if is_key_within(key, COMPUTE_KEYS):
-            computed.append(item)
+            compute_overrides.append(override)
         elif is_key_within(key, LEARNING_KEYS):
-            learnt.append(item)
+            learning_overrides.append(override)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
             problems.append(Problem("this key cannot be changed in a replay", key, hint))
     if problems:
         raise RecipeError.from_problems(problems)
-    return computed, learnt
+    return compute_overrides, learning_overrides
 
 
 def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
-    """The newest checkpoint from which `first_step` can still be reached."""
+    """Find the newest checkpoint before `first_step`."""
     checkpoints = list_checkpoints(run.checkpoints_dir)
-    known = read_ledger_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())
-    forks = tuple(sorted(known, key=lambda fork: fork.generation)) or (GenerationFork(1, 0),)
-    for one in reversed(checkpoints):
-        if one.state.step < first_step:
-            return ReplayStart(one.state.step, one.path, forks)
+    recorded = read_ledger_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())
+    forks = tuple(sorted(recorded, key=lambda fork: fork.generation)) or (GenerationFork(1, 0),)
+    for checkpoint in reversed(checkpoints):
+        if checkpoint.state.step < first_step:
+            return ReplayStart(checkpoint.state.step, checkpoint.path, forks)
     return ReplayStart(0, None, forks)
 
 
 def check_batches(
     run: RunPaths, first_step: int, last_step: int, quarantined: Collection[int]
 ) -> None:
-    held = list_manifest_steps(run)
-    missing = sorted({*range(first_step, last_step + 1)} - {*held})
+    recorded = list_manifest_steps(run)
+    missing = sorted({*range(first_step, last_step + 1)} - {*recorded})
     if missing:
-        have = f"steps {held[0]} to {held[-1]}" if held else "no step"
+        available = f"steps {recorded[0]} to {recorded[-1]}" if recorded else "no step"
         raise RecipeError(
-            f"the batch of step {missing[0]} is not recorded; the run holds {have}",
+            f"the batch of step {missing[0]} is not recorded; the run holds {available}",
             key=str(run.manifests_dir),
             hint="choose other steps",
         )
@@ -205,12 +205,13 @@ def check_batches(
     steps = range(first_step, last_step + 1)
     manifests = [read_manifest(run, step) for step in steps if step not in quarantined]
     problems = []
-    for name in sorted({ticket.shard for one in manifests for ticket in one.tickets}):
+    for name in sorted({ticket.shard for manifest in manifests for ticket in manifest.tickets}):
         path = run.shards_dir / name
-        found = (
+        messages = (
             list_shard_problems(path, index[name]) if name in index else ["it is not in the index"]
         )
-        problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
+        hint = "run areal-hpc shards verify"
+        problems += [Problem(message, str(path), hint) for message in messages]
     if problems:
         raise ShardError.from_problems(problems)
 
@@ -222,12 +223,12 @@ def format_metric_comparison(run: RunPaths, output_run: RunPaths, steps: range) 
     recorded, replayed = (
         {line["step"]: line for line in read_metrics(paths.metrics)} for paths in (run, output_run)
     )
-    known = [step for step in steps if step in recorded and "loss" in recorded[step]]
-    if len(known) < len(steps):
-        yield f"compare  the run has metrics of {len(known)} of these {len(steps)} steps"
+    compared = [step for step in steps if step in recorded and "loss" in recorded[step]]
+    if len(compared) < len(steps):
+        yield f"compare  the run has metrics of {len(compared)} of these {len(steps)} steps"
     different = [
         (step, name, recorded[step][name], replayed[step][name])
-        for step in known
+        for step in compared
         for name in COMPARED_METRICS
         if recorded[step][name] != replayed[step][name]
     ]
@@ -235,10 +236,10 @@ def format_metric_comparison(run: RunPaths, output_run: RunPaths, steps: range) 
         step, name, before, now = different[0]
         count = len({step for step, *_ in different})
         yield f"compare  step {step}: {name} {now!r}, recorded {before!r}"
-        yield f"         {count} of {len(known)} steps differ"
-    elif known:
+        yield f"         {count} of {len(compared)} steps differ"
+    elif compared:
         equal = "loss and gradient norm equal the recorded ones, bit for bit"
-        yield f"compare  steps {known[0]} to {known[-1]}: {equal}"
+        yield f"compare  steps {compared[0]} to {compared[-1]}: {equal}"
 
 
 def _refuse_unusable_output_dir(

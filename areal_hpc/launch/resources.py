@@ -1,12 +1,11 @@
-"""Estimates of memory and processors: of each GPU, and of nodes where the site says nothing. Pure.
+"""Estimates of GPU memory, and of the processors and memory that jobs request on nodes. Pure.
 
-What follows from shapes is counted. The trainer's part is in `trainer/model/memory_estimate.py`.
-SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache.
+Memory that follows from tensor shapes is counted; `trainer/model/memory_estimate.py` counts the
+trainer's. SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache.
 
-Slurm gives a task one CPU unless asked for more, and a job as much memory as its site's default for
-those: on one core nine processes of a cell and its kernels' launches crawl, and the trainer's first
-checkpoint is killed. The constants of nodes are assumptions, generous, for nobody knows what agents
-take.
+By default Slurm gives a task one CPU, and a job the site's default memory for its CPUs. On one core
+the nine processes of a cell are slow, and Slurm kills the trainer at its first checkpoint. The
+constants of nodes are generous assumptions, because the needs of agents are unknown.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +51,7 @@ class ServingMemory:
     weights: int
     kv_per_token: int
     kv_tokens: int | None
-    """Tokens that the KV cache holds; None if neither the recipe nor the GPU's size says."""
+    """Tokens that fit the KV cache; None if neither the recipe nor the GPU's size is given."""
 
     @property
     def total(self) -> int:
@@ -62,11 +61,11 @@ class ServingMemory:
 def estimate_serving_memory(
     arch: Architecture, config: InferenceConfig, dtype: Dtype, gpu_bytes: int | None
 ) -> ServingMemory:
-    """Memory of each GPU of a replica: its part of the weights, and the KV cache."""
+    """Estimate the memory of each GPU of a replica: its part of the weights, and the KV cache."""
     element = BYTES_BY_DTYPE[dtype]
     dense = arch.layers * count_layer_non_expert_parameters(arch, config.tp) + arch.hidden
     tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
-    # SGLang cuts every expert over the tensor-parallel ranks.
+    # SGLang splits every expert over the tensor-parallel ranks.
     experts = arch.layers * count_layer_expert_parameters(arch, 1) // config.tp
     weights = (dense + tables + experts) * element
     heads = max(1, arch.kv_heads // config.tp)  # with more ranks than heads, each is copied
@@ -84,7 +83,7 @@ def find_memory_problems(
     gpu_bytes: int,
     fitting_change: str = "",
 ) -> Iterator[Problem]:
-    """Parts that will not fit a GPU of `gpu_bytes`; with `fitting_change` the trainer would."""
+    """Find the parts too large for a GPU of `gpu_bytes`; the trainer fits with `fitting_change`."""
     if trainer.total > gpu_bytes:
         yield Problem(
             f"a trainer rank of stage {trainer.stage} takes {trainer.total / GIB:.1f} GiB, "
@@ -94,11 +93,11 @@ def find_memory_problems(
             or "more ranks, or lower trainer.max_tokens_per_microbatch: "
             f"activations and logits are {(trainer.activations + trainer.logits) / GIB:.1f} GiB",
         )
-    room = gpu_bytes * config.mem_fraction_static
-    if serving.total > room or not serving.kv_tokens:
+    limit = gpu_bytes * config.mem_fraction_static
+    if serving.total > limit or not serving.kv_tokens:
         yield Problem(
             f"weights ({serving.weights / GIB:.1f} GiB) and KV cache "
-            f"({(serving.total - serving.weights) / GIB:.1f} GiB) exceed the {room / GIB:.1f} GiB "
+            f"({(serving.total - serving.weights) / GIB:.1f} GiB) exceed the {limit / GIB:.1f} GiB "
             f"that mem_fraction_static={config.mem_fraction_static} allows",
             "inference.tp",
             "raise inference.tp, or lower inference.max_total_tokens",
@@ -114,7 +113,7 @@ def find_memory_problems(
 
 
 def build_memory_report(recipe: Recipe) -> Iterator[str]:
-    """Lines: memory of each GPU and of each process of a node; warnings of what will not fit."""
+    """Report, line by line, the memory of a GPU by its uses; warn of parts that do not fit."""
     try:
         arch = read_recipe_architecture(recipe)
     except RecipeError as error:
@@ -133,12 +132,12 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
     lora = arch.lora
     trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
     if recipe.sft is not None and lora is not None:
-        of_sft = read_recipe_architecture(recipe, is_sft=True)
-        memory = estimate_trainer_memory(of_sft, recipe.trainer)
+        sft_arch = read_recipe_architecture(recipe, is_sft=True)
+        memory = estimate_trainer_memory(sft_arch, recipe.trainer)
         if memory.total > trainer.total:
-            arch, trainer = of_sft, memory
+            arch, trainer = sft_arch, memory
     serving = estimate_serving_memory(arch, recipe.inference, recipe.trainer.dtype, gpu_bytes)
-    of = "" if gib is None else f" of {gib:g}"
+    gpu_size = "" if gib is None else f" of {gib:g}"
     yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
     network = arch.family
     if lora is not None:
@@ -146,11 +145,11 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
         yield f"  an adapter of {count_adapter_parameters(arch, lora):,} parameters is trained"
     if arch.transformers_config:
         yield f"  {network} has layers of transformers, which tp, pp and ep do not divide"
-    yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
+    yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, gpu_size)
     if critic is not None:
         parameters = f"{count_critic_parameters(critic):,} parameters"
         yield f"    with a critic of {parameters}, trained after the policy"
-    yield from _format_serving_lines(serving, recipe, of)
+    yield from _format_serving_lines(serving, recipe, gpu_size)
     if gpu_bytes is None:
         yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
         return
@@ -164,7 +163,7 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
 
 
 def count_weight_update_groups(recipe: Recipe) -> int:
-    """Groups in which trainer rank 0 broadcasts weights, each with a communicator of its own."""
+    """Count the groups, each with a communicator, in which trainer rank 0 broadcasts weights."""
     if recipe.weights.goes_by_files:
         return 0
     cells = recipe.inference.cells + recipe.evaluation.separate_cell
@@ -217,25 +216,25 @@ def _format_line(name: str, size_bytes: int) -> str:
 
 
 CPUS_PER_RANK = 4
-"""A trainer rank's Python, autograd's thread, NCCL's, and the writer of its checkpoint."""
+"""CPUs for a trainer rank's Python, autograd's thread, NCCL's, and its checkpoint's writer."""
 CPUS_PER_SERVER_GPU = 4
-"""A scheduler that spins, tokenizer and detokenizer of a replica, and what compiles kernels."""
+"""CPUs for a replica's scheduler, which spins, its tokenizers, and the compiler of kernels."""
 CPUS_PER_CELL_NODE = 4
-"""Proxy, control proxy, driver, and one for the agents."""
+"""CPUs for proxy, control proxy and driver, and one for the agents."""
 HOST_BYTES_PER_GPU_PROCESS = 8 * GIB
-"""A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
+"""Memory of a process for CUDA's libraries, pinned buffers and its weights while they load."""
 HOST_BYTES_FOR_CPU_PROCESSES = 8 * GIB
-"""Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
+"""Memory of all processes of a node that use no GPU: ledger, or proxy, driver and agents."""
 _CPU_FLAGS = {"cpus-per-task", "cpus-per-gpu", "cores-per-socket"}
 
 
 def add_node_share_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
-    """The recipe's options for Slurm, with `cpus-per-task` and `mem` of every job with GPUs.
+    """Add `cpus-per-task` and `mem` to the Slurm options of jobs with GPUs, unless they are set.
 
-    Jobs that get whole nodes get them with all that is in them.
+    Jobs with `exclusive` nodes get all resources of these.
 
     Raises:
-        RecipeError: The memory of a job cannot be known, or jobs do not fit the nodes.
+        RecipeError: The memory of a job cannot be estimated, or jobs do not fit the nodes.
     """
     slurm = recipe.cluster.slurm
     problems: list[Problem] = []
@@ -248,7 +247,7 @@ def add_node_share_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConf
         try:
             derived = _derive_node_share(recipe, job, kind, options)
         except RecipeError as error:
-            problems += [one for one in error.problems if one not in problems]
+            problems += [problem for problem in error.problems if problem not in problems]
             continue
         if derived:
             own = slurm.jobs.get(kind, JobOptions())
@@ -297,8 +296,8 @@ def _estimate_trainer_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> i
     critic = find_critic_architecture(recipe, arch)
     needs_bytes = [_estimate_host_bytes(arch, recipe, frozen, critic)]
     if recipe.sft is not None and arch.lora is not None:
-        of_sft = read_recipe_architecture(recipe, is_sft=True)
-        needs_bytes.append(_estimate_host_bytes(of_sft, recipe))
+        sft_arch = read_recipe_architecture(recipe, is_sft=True)
+        needs_bytes.append(_estimate_host_bytes(sft_arch, recipe))
     return tasks_per_node * max(needs_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The work of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
+"""Implementation of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
 
 import contextlib
 import json
@@ -49,25 +49,25 @@ FRESH_HINT = "use --fresh to start over"
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The state of a run when `run` or `submit` returned. A job that failed raises instead."""
+    """State of a run when `run` or `submit` returns. They raise an error if a job fails."""
 
     run_dir: Path
     """Directory of the run, absolute."""
     exit_reason: Literal["finished", "interrupted", "submitted"]
     """`interrupted`: SIGINT or SIGTERM stopped `run`, or ended the waiting of `submit` while the
-    jobs go on. `submitted`: the jobs are queued, and nobody waited for them."""
+    jobs continue. `submitted`: the jobs are queued, and `submit` did not wait for them."""
     step: int
-    """The last trained step; 0 before the first."""
+    """Last trained step; 0 before the first."""
     reward: float | None
     """Mean training reward of that step; None before the first."""
     heldout_reward: float | None
     """Mean reward of the newest evaluation on held-out tasks; None before the first."""
     metrics: Mapping[str, Any]
-    """The last line of `metrics.jsonl`, by metric name; empty before the first."""
+    """Last line of `metrics.jsonl`, by metric name; empty before the first."""
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command."""
+        """Exit code of the command."""
         return RunInterruptedError.exit_code if self.exit_reason == "interrupted" else 0
 
 
@@ -81,19 +81,19 @@ def run(
     in_allocation: bool = False,
     **overrides: Any,
 ) -> RunResult:
-    """Train a recipe in the foreground from where it stands to its end, and show the progress.
+    """Train a recipe in the foreground from its last checkpoint to its end, and show the progress.
 
     Args:
         recipe: A recipe, or the path of one.
         fresh: Move an earlier run aside first.
-        sys_path: Folders from which the user's code is imported, beside the present one.
+        sys_path: Folders from which the user's code is imported, beside the current one.
         notes: Lines to print first.
-        new_run_hint: Printed when the run is finished already: how to start a new one.
+        new_run_hint: How to start a new run; printed if this one is already finished.
         in_allocation: Run jobs as steps of the Slurm allocation that this process runs in.
         overrides: Keys of the recipe, such as `trainer={"total_steps": 2}`.
 
     Raises:
-        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        RecipeError: Something that the recipe names is missing or wrong; lists all problems.
         ClusterError: Another launcher works in this run directory, or the allocation ends.
         JobFailedError: A job failed for good.
     """
@@ -134,15 +134,15 @@ def submit(
     new_run_hint: str = FRESH_HINT,
     **overrides: Any,
 ) -> RunResult:
-    """Submit what is left of a run to Slurm, and show the progress if asked to wait.
+    """Submit the remaining jobs of a run to Slurm; with `wait` also show its progress.
 
-    With `wait` it returns when the run ends, or at Ctrl-C. `after` are Slurm's numbers of jobs that
-    must have succeeded before this run starts. Further arguments are those of `run`.
+    With `wait` it returns when the run ends, or at Ctrl-C. `after` are the ids of Slurm jobs that
+    must succeed before this run starts. The other arguments are those of `run`.
 
     Raises:
-        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
-        ClusterError: There is no Slurm here, or jobs of the run wait or run.
-        JobFailedError: A job failed for good while this waited.
+        RecipeError: Something that the recipe names is missing or wrong, or Slurm refuses a job.
+        ClusterError: There is no Slurm here, or jobs of the run are pending or running.
+        JobFailedError: A job failed for good during the wait.
     """
     recipe = load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
@@ -164,10 +164,10 @@ def submit(
 
 
 def report_finished_run(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
-    """True if a run has nothing left to do; its summary is then printed.
+    """Return whether a run is finished, and print its summary then.
 
     Raises:
-        RecipeError: It was trained by another recipe.
+        RecipeError: Another recipe trained the finished run.
     """
     if not is_run_finished(recipe, paths):
         return False
@@ -181,7 +181,7 @@ def report_finished_run(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRE
 def open_progress_reporter(
     recipe: Recipe, paths: RunPaths
 ) -> Iterator[PlainReporter | LiveReporter]:
-    """Show how a run goes until the context ends."""
+    """Open a reporter of a run's progress, and close it when the context ends."""
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     sft_steps = recipe.sft.total_steps if recipe.sft else 0
     reporter = reporter_class(paths, recipe.trainer.total_steps, sft_steps)
@@ -192,14 +192,14 @@ def open_progress_reporter(
 
 
 def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
-    """A recipe with other values of its keys, which are what they are: no text is read as YAML."""
+    """Load a recipe with other values of its keys; strings in them are not parsed as YAML."""
     texts = {key: json.dumps(value, default=str) for key, value in overrides.items()}
     if isinstance(recipe, Recipe):
-        given = [f"{key}={text}" for key, text in texts.items()]
-        return merge_overrides(recipe, given) if given else recipe
-    # A text given in Python is itself: what looks like a reference to a key in it is escaped, by a
-    # backslash and twice those before it.
-    escaped = {key: re.sub(r"(\\*)\$\{", r"\1\1\\\\${", one) for key, one in texts.items()}
+        assignments = [f"{key}={text}" for key, text in texts.items()]
+        return merge_overrides(recipe, assignments) if assignments else recipe
+    # Strings from Python are literal: escape `${`, which OmegaConf would interpolate, by a
+    # backslash, and double the backslashes before it.
+    escaped = {key: re.sub(r"(\\*)\$\{", r"\1\1\\\\${", text) for key, text in texts.items()}
     return load_recipe(recipe, [f"{key}={text}" for key, text in escaped.items()])
 
 
@@ -225,14 +225,14 @@ def _read_run_result(
 
 
 RUN_FILES_POLL_S = 0.5
-"""Between two looks at the run's files."""
+"""Seconds between two reads of the run's files."""
 FIRST_QUEUE_POLL_S = 15.0
-"""Between two questions to slurmctld, at first."""
+"""Initial time between two queries of slurmctld."""
 MAX_QUEUE_POLL_S = 60.0
 CARETAKER_TIMEOUT_S = 3 * caretaker.POLL_S
-"""Time in which a caretaker has submitted the leading job again: it must miss it at two looks."""
+"""Time until a caretaker has submitted the leading job again: two looks must miss the job."""
 JOBS_END_TIMEOUT_S = 120.0
-"""Time that jobs get to end after the run's last step."""
+"""Time for jobs to end after the run's last step."""
 
 
 def watch_submitted_run(
@@ -243,28 +243,28 @@ def watch_submitted_run(
     plan: StagePlanner = plan_run,
 ) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone."""
-    poll_s, asked_at = FIRST_QUEUE_POLL_S, time.monotonic()
+    poll_s, queried_at = FIRST_QUEUE_POLL_S, time.monotonic()
     gone_since: float | None = None
     while not paths.finished_marker.exists():
-        planned = plan(recipe, paths, None)
-        left = (one for one in planned if not one.done_marker.exists())
-        if (stage := next(left, None)) is None:
+        stages = plan(recipe, paths, None)
+        remaining = (stage for stage in stages if not stage.done_marker.exists())
+        if (stage := next(remaining, None)) is None:
             break  # it has just finished
         reporter.show_progress(stage.name)
         if stop.wait(RUN_FILES_POLL_S):
             raise RunInterruptedError
-        if time.monotonic() - asked_at < poll_s:
+        if time.monotonic() - queried_at < poll_s:
             continue
-        asked_at = time.monotonic()
+        queried_at = time.monotonic()
         if not _is_job_gone(paths, stage.leader.name):
             poll_s, gone_since = min(poll_s * 1.5, MAX_QUEUE_POLL_S), None
             continue
-        # Asked again soon: a caretaker may be submitting it at this moment.
+        # Query again soon: a caretaker may be submitting the job at this moment.
         poll_s = FIRST_QUEUE_POLL_S
         if gone_since is None:
-            gone_since = asked_at
+            gone_since = queried_at
         elif (
-            asked_at - gone_since >= _choose_absence_timeout_s(paths, stage)
+            queried_at - gone_since >= _choose_absence_timeout_s(paths, stage)
             and not paths.finished_marker.exists()
         ):
             raise _build_gone_job_error(paths, stage.leader.name)
@@ -277,22 +277,22 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
     try:
         return not query_live_job_ids([newest.job_id])
     except ClusterError:
-        return False  # slurmctld may be away for a while
+        return False  # slurmctld may be down for a while
 
 
 def _choose_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
     exits = read_task_exits(paths.job(stage.leader.name)).values()
-    if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):
+    if is_cancelled(paths.cancelled_marker) or any(task_exit.gave_up for task_exit in exits):
         return 0.0
     newest = get_latest_submissions(read_submissions(paths.submissions))
-    others = [newest[one.name].job_id for one in stage.others if one.name in newest]
+    others = [newest[job.name].job_id for job in stage.others if job.name in newest]
     waiting = [newest[CARETAKER_JOB].job_id] if CARETAKER_JOB in newest else []
     try:
         if query_live_job_ids(others):
             return CARETAKER_TIMEOUT_S
-        return math.inf if query_live_job_ids(waiting) else 0.0  # it is about to bring them back
+        return math.inf if query_live_job_ids(waiting) else 0.0  # it will submit them again
     except ClusterError:
-        return CARETAKER_TIMEOUT_S  # slurmctld may be away for a while
+        return CARETAKER_TIMEOUT_S  # slurmctld may be down for a while
 
 
 def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
@@ -310,12 +310,11 @@ def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
 
 
 def _await_end_of_jobs(paths: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
-    live = [
-        one.job_id for one in get_latest_submissions(read_submissions(paths.submissions)).values()
-    ]
+    newest = get_latest_submissions(read_submissions(paths.submissions))
+    live = [submission.job_id for submission in newest.values()]
     give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
     while live:
-        with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
+        with contextlib.suppress(SlurmTimeoutError):  # the run itself is already finished
             live = query_live_job_ids(live)
         if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
             reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")

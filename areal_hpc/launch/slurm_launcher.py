@@ -1,7 +1,6 @@
-"""Slurm launcher: requests for the jobs of a run, and their submission.
+"""Slurm launcher: it builds the requests for a run's jobs, submits them, and exits.
 
-Unlike the foreground launcher nobody stays behind: jobs start each other again and end by
-themselves.
+Unlike under the foreground launcher, the jobs submit each other again and end by themselves.
 """
 
 import shlex
@@ -51,7 +50,7 @@ from areal_hpc.slurm.submit import (
 from areal_hpc.wire.fault_points import fault_point
 
 MIN_JOB_START_UP_S = 60.0
-"""A start of a job takes longer: SGLang and Megatron are imported, and a model is loaded."""
+"""Lower bound of a job's start: it imports SGLang and Megatron, and loads a model."""
 
 
 def submit(
@@ -64,12 +63,12 @@ def submit(
     joins_live_jobs: bool = False,
     plan: StagePlanner = plan_run,
 ) -> None:
-    """Submit what is left of a run. All of its jobs are queued, or none.
+    """Submit all remaining jobs of a run, or none.
 
     Jobs are submitted held, and released when all of them are recorded. With `joins_live_jobs`
-    those that wait or run already stay, recorded and released; only the others are submitted.
+    pending and running jobs stay, recorded and released; only missing jobs are submitted.
     """
-    # What does not fit is refused before anything is written.
+    # Refuse requests that do not fit before anything is written.
     refuse_federation()
     build_remaining_job_requests(recipe, Path.cwd(), plan=plan)
     with prepare_run(
@@ -94,7 +93,7 @@ class _RunSubmission:
         self._print_line = print_line
         self._events = EventLog(prepared_run.paths.events, "launcher")
         self._ids: dict[str, str] = {}
-        """Number of each job that is there."""
+        """Slurm id of each job in the queue."""
         self._new_ids: list[str] = []
         self._to_release: list[str] = []
 
@@ -102,11 +101,11 @@ class _RunSubmission:
         self._adopt_live_jobs()
         try:
             self._submit_stages(after)
-            self._lay_caretaker()
-        except BaseException:  # boundary: half a run would wait for its other half
+            self._submit_caretaker()
+        except BaseException:  # boundary: the jobs of half a run would wait for the others
             if (error := try_to_cancel_jobs(self._new_ids)) is not None:
-                ids, why = ", ".join(self._new_ids), error.problems[0].message
-                self._print_line(f"jobs {ids} stay in the queue, held: {why}")
+                ids, reason = ", ".join(self._new_ids), error.problems[0].message
+                self._print_line(f"jobs {ids} stay in the queue, held: {reason}")
             raise
         fault_point("submit.before_release")
         try:
@@ -119,13 +118,13 @@ class _RunSubmission:
             ) from error
 
     def _adopt_live_jobs(self) -> None:
-        """Put on record what waits or runs already. A second one is cancelled."""
-        # Those on record come first, and the newest of them counts.
+        """Record the pending and running jobs; cancel an unrecorded duplicate of a job."""
+        # Recorded jobs come first; the newest of them counts.
         for job in self._prepared_run.live_jobs:
             name, job_id = job.submission.job, job.submission.job_id
             if not job.is_recorded and name in self._ids:
-                second = f"cancel   {name:<10} {job_id:<9} a second one, which was not on record"
-                self._print_line(second)
+                line = f"cancel   {name:<10} {job_id:<9} a second one, which was not on record"
+                self._print_line(line)
                 if (error := try_to_cancel_jobs([job_id])) is not None:
                     raise error
                 continue
@@ -183,8 +182,8 @@ class _RunSubmission:
         record_submission(self._paths.submissions, submission)
         self._events.record("job_submitted", job=job, job_id=job_id)
 
-    def _lay_caretaker(self) -> None:
-        """Have a caretaker wait behind the jobs. One that is refused keeps no run from starting."""
+    def _submit_caretaker(self) -> None:
+        """Submit a caretaker that waits behind the jobs; the run starts even if it is refused."""
         ready = self._prepared_run
         stages = ready.remaining_stages
         ids = {job.name: self._ids[job.name] for stage in stages for job in stage.jobs}
@@ -197,7 +196,7 @@ class _RunSubmission:
                 return
             write_job_files(request, launch, run_task)
             live = {job.slurm_record.job_id: job.slurm_record.state for job in ready.live_jobs}
-            # One that runs waits for this launcher, and then lays the next one.
+            # A running caretaker waits for this launcher, and then submits the next one.
             if live[own_id].phase is JobPhase.WAITING:
                 dependency = str(request.parameters["dependency"])
                 scontrol.update_waiting_job(own_id, "Dependency", dependency)
@@ -211,7 +210,7 @@ class _RunSubmission:
 def write_scripts(
     recipe: Recipe, *, print_line: Callable[[str], None], fresh: bool = False
 ) -> list[Path]:
-    """Put what is left of a run in place, and submit nothing; the scripts of its jobs."""
+    """Prepare a run, and write the scripts of its remaining jobs without submitting them."""
     build_remaining_job_requests(recipe, Path.cwd())
     with prepare_run(recipe, print_line=print_line, fresh=fresh) as ready:
         return [
@@ -227,17 +226,17 @@ def build_remaining_job_requests(
     after_job_ids: Sequence[str] = (),
     plan: StagePlanner = plan_run,
 ) -> list[JobRequest]:
-    """Requests to Slurm for all that is left of a run, its caretaker last; nothing is written.
+    """Build the requests for the remaining jobs of a run, its caretaker last; write nothing.
 
-    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`.
+    `SFT_JOBID` stands for the id of a job `sft` that is not submitted yet.
 
     Raises:
-        RecipeError: Jobs do not fit the nodes; every misfit at once.
+        RecipeError: Jobs do not fit the nodes; lists all problems.
     """
     paths = RunPaths(recipe.run_dir.resolve())
     context = build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
-    planned = plan(recipe, paths, None)
-    stages = [one for one in planned if not one.done_marker.exists()]
+    all_stages = plan(recipe, paths, None)
+    stages = [stage for stage in all_stages if not stage.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     slurm = add_node_share_options(recipe, jobs)
     requests = {request.job: request for request in build_job_requests(jobs, slurm, context)}
@@ -261,9 +260,9 @@ def build_remaining_job_requests(
 def build_caretaker_request(
     recipe: Recipe, context: RunContext, job_ids: Mapping[str, str], leader: str
 ) -> JobRequest:
-    """The job that waits until all others of a run, `job_ids` by name, are over.
+    """Build the request for the caretaker, which waits until the run's `job_ids` have ended.
 
-    `leader` is the leading job of the last stage: when that ends well Slurm removes it.
+    `leader` is the leading job of the last stage: Slurm removes the caretaker when it succeeds.
     """
     spec = JobSpec(CARETAKER_JOB, CaretakerConfig.ROLE, [])
     (request,) = build_job_requests([spec], recipe.cluster.slurm, context)
@@ -274,10 +273,10 @@ def build_caretaker_request(
 def build_requests_of_stage(
     stage: JobStage, recipe: Recipe, prepared_run: PreparedRun
 ) -> Iterator[tuple[JobRequest, LaunchFile]]:
-    """Each job of a stage: the request to Slurm, and what its supervisors are told."""
-    place = build_run_context(recipe, prepared_run.paths, prepared_run.pythons, Path.cwd())
+    """Build the Slurm request and the launch file of each job of a stage."""
+    context = build_run_context(recipe, prepared_run.paths, prepared_run.pythons, Path.cwd())
     slurm = add_node_share_options(recipe, stage.jobs)
-    requests = build_job_requests(stage.jobs, slurm, place)
+    requests = build_job_requests(stage.jobs, slurm, context)
     for spec, request in zip(stage.jobs, requests, strict=True):
         yield request, build_slurm_launch_file(spec, stage, recipe, prepared_run)
 
@@ -285,7 +284,7 @@ def build_requests_of_stage(
 def build_run_context(
     recipe: Recipe, paths: RunPaths, pythons: dict[str, str], working_folder: Path
 ) -> RunContext:
-    """Options that all jobs of a run share."""
+    """Build the options that all jobs of a run share."""
     return RunContext(
         name=paths.queue_name,
         run_dir=paths.root,
@@ -300,7 +299,7 @@ def build_run_context(
 def build_slurm_launch_file(
     spec: JobSpec, stage: JobStage, recipe: Recipe, prepared_run: PreparedRun
 ) -> LaunchFile:
-    """Launch facts for the supervisors of a job under Slurm."""
+    """Build the launch file of a job; a caretaker is added if its stage has other jobs."""
     if stage.others:
         caretaker = _build_caretaker_process(prepared_run.paths, spec.name, [stage])
         spec = msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
@@ -308,7 +307,7 @@ def build_slurm_launch_file(
 
 
 def build_caretaker_launch_file(recipe: Recipe, prepared_run: PreparedRun) -> LaunchFile:
-    """Launch facts of the job that waits behind all others of a run."""
+    """Build the launch file of the job that waits behind all others of a run."""
     stages = prepared_run.remaining_stages
     process = _build_caretaker_process(prepared_run.paths, CARETAKER_JOB, stages)
     spec = JobSpec(CARETAKER_JOB, CaretakerConfig.ROLE, [process])
@@ -323,7 +322,7 @@ def _build_caretaker_process(paths: RunPaths, job: str, stages: Sequence[JobStag
         stages=tuple(
             StageJobs(
                 leader=stage.leader.name,
-                others=tuple(one.name for one in stage.others),
+                others=tuple(other.name for other in stage.others),
                 done_marker=stage.done_marker,
             )
             for stage in stages
@@ -358,30 +357,30 @@ def build_afterok_dependency(job_ids: Sequence[str]) -> str:
 
 
 def _find_time_limit_problems(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
-    least_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
+    min_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
     return [
         Problem(
-            f"the time limit of job {one.job} is {one.shape.time_limit_minutes} min; its start, "
-            f"last checkpoint and requeue take at least {least_s / 60:.1f} min",
+            f"the time limit of job {request.job} is {request.shape.time_limit_minutes} min; its "
+            f"start, last checkpoint and requeue take at least {min_s / 60:.1f} min",
             "cluster.slurm.time_limit_minutes",
             "give it a longer limit: a run resumes at each, so hours are better than minutes",
         )
-        for one in requests
-        if one.shape.time_limit_minutes * 60 <= least_s
+        for request in requests
+        if request.shape.time_limit_minutes * 60 <= min_s
     ]
 
 
 def format_dry_run(paths: RunPaths, requests: Sequence[JobRequest]) -> str:
-    """Every job's script, the files that would be written, and the most that all can cost."""
+    """Format every job's script, the files that would be written, and the maximum cost."""
     parts = []
     for request in requests:
-        where = paths.job(request.job).script
-        parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request)}")
+        script = paths.job(request.job).script
+        parts.append(f"==> {script} ({request.shape}) <==\n{render_script(request)}")
     return "\n".join([*parts, _describe_written_files(paths), _describe_max_cost(requests)])
 
 
 def _describe_written_files(paths: RunPaths) -> str:
-    places = (
+    contents = (
         (paths.recipe, "the resolved recipe"),
         (paths.provenance, "versions and this command line"),
         (paths.data_dir, "task sets, and the model if it is made for the run"),
@@ -389,7 +388,7 @@ def _describe_written_files(paths: RunPaths) -> str:
         (paths.jobs_dir, "a folder a job: the script above, launch.json, submitit's files"),
         (paths.logs_dir, "a folder an attempt"),
     )
-    lines = [f"  {place}  {what}" for place, what in places]
+    lines = [f"  {path}  {content}" for path, content in contents]
     return "\n".join(["==> files that would be written <==", *lines, ""])
 
 

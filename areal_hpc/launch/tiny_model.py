@@ -1,7 +1,7 @@
-"""A tiny, randomly initialized Qwen3 with a tokenizer of its own, in Hugging Face format.
+"""Tiny, randomly initialized Qwen3 with a tokenizer of its own, in Hugging Face format.
 
-Small enough to learn on two CPU cores, and of the same architecture as the models that clusters
-train. Made with numpy alone: neither torch nor transformers is imported.
+It is small enough to learn on two CPU cores, and has the architecture of the models that clusters
+train. The module needs numpy, but neither torch nor transformers.
 """
 
 import json
@@ -20,10 +20,10 @@ SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
 ROLE_HEADERS = ("system\n", "user\n", "assistant\n")
 INITIALIZER_STD = 0.05
 VOCABULARY_MULTIPLE = 64
-"""So that the vocabulary can be split over tensor-parallel ranks."""
+"""Divisor of the vocabulary's size, so that tensor-parallel ranks can split it."""
 
 TINY_MODEL_CONTEXT_TOKENS = 2048
-"""Longest sequence of a tiny model."""
+"""Maximum length of a sequence."""
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}{{- content -}}
@@ -86,16 +86,16 @@ def make_tiny_model(
     tie_embeddings: bool = True,
     **sizes: int,
 ) -> None:
-    """Write a model directory: configuration, float32 weights, tokenizer. `config.json` is last.
+    """Write a model directory: float32 weights, tokenizer, configuration; `config.json` comes last.
 
     Args:
-        out: The directory; made if missing.
-        texts: What the tokenizer learns its merges from.
-        max_position_embeddings: Longest sequence.
-        seed: Of the initial weights.
+        out: Directory; created if missing.
+        texts: Texts from which the tokenizer learns its merges.
+        max_position_embeddings: Maximum length of a sequence.
+        seed: Seed of the initial weights.
         tie_embeddings: Use the embedding as output layer too.
-        **sizes: Of `TinySizes`, where its defaults do not hold. The tokenizer may learn
-            `vocab` tokens, the 256 bytes and 3 special ones included.
+        **sizes: Fields of `TinySizes` that differ from its defaults. The tokenizer learns at most
+            `vocab` tokens, including the 256 bytes and 3 special tokens.
     """
     tiny = TinySizes(**sizes)
     tokenizer = train_tokenizer(texts, tiny.vocab)
@@ -134,7 +134,7 @@ def make_tiny_model(
 
 
 def build_tiny_architecture_config(tiny_config: TinySizes) -> dict[str, Any]:
-    """The part of `config.json` that says what network it is."""
+    """Build the part of `config.json` that describes the network."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -159,10 +159,10 @@ def build_tiny_architecture_config(tiny_config: TinySizes) -> dict[str, Any]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer that covers all 256 bytes and keeps digits single.
+    """Train a byte-level BPE tokenizer that covers all 256 bytes and splits numbers into digits.
 
-    Its size is a multiple of 64; ids that training left free are reserved special tokens, so that
-    every id the model can sample has a token.
+    Its size is a multiple of 64; reserved special tokens fill the free ids, so that every id that
+    the model can sample has a token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -178,8 +178,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Role names as often as texts: the chat template puts them around each.
-    tokenizer.train_from_iterator((one for text in texts for one in (text, *ROLE_HEADERS)), trainer)
+    # Each text comes with all role names, because the chat template puts one before each message.
+    samples = (sample for text in texts for sample in (text, *ROLE_HEADERS))
+    tokenizer.train_from_iterator(samples, trainer)
     missing = -tokenizer.get_vocab_size() % VOCABULARY_MULTIPLE
     tokenizer.add_special_tokens(
         [AddedToken(f"<|reserved_{number}|>", special=True) for number in range(missing)]
@@ -190,7 +191,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def init_weights(
     config: dict[str, Any], rng: np.random.Generator
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """Normal matrices and unit norms under the names Hugging Face gives a Qwen3."""
+    """Initialize normal matrices and unit norms, under the names of Hugging Face's Qwen3."""
     hidden, head_dim, ffn = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim

@@ -1,6 +1,6 @@
-"""Process of a trial: plays each task once, and prints conversation, reward and rows.
+"""Process of a trial: it plays each task once, and prints conversation, reward and rows.
 
-The real proxy stands before a stand-in engine, in a thread of their own.
+The real proxy, in front of a stand-in engine or a given SGLang server, runs in its own thread.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from areal_hpc.wire.proxy import SamplingDefaults
 LOOPBACK_HOST = "127.0.0.1"
 DRAIN_TIMEOUT_S = 1
 MAX_RANDOM_REPLY_TOKENS = 48
-"""Longest random reply; a longer one shows nothing more."""
+"""Maximum length of a random reply; a longer one shows nothing more."""
 MAX_REQUEST_BYTES = 1 << 28
 WEIGHT_VERSION = "default"
-"""SGLang's version of weights that nobody gave one."""
+"""SGLang's default version of weights."""
 GRAMMAR_NAMES = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 @contextlib.contextmanager
 def open_trial_cell(config: TrialConfig) -> Iterator[TrialCell]:
-    """Proxy and engine while the context lasts.
+    """Run proxy and engine while the context lasts.
 
-    They have a thread of their own: an agent that blocks its event loop must not stop them, as in a
-    run, where the proxy is another process.
+    They have a thread of their own: as in a run, where the proxy is another process, an agent that
+    blocks its event loop must not stop them.
     """
     cell = TrialCell(config)
     thread = threading.Thread(target=cell.run_event_loop, name="trial-cell", daemon=True)
@@ -185,9 +185,9 @@ class _GenerateRequest(Struct):
 
 
 class StandInEngine(JsonApp):
-    """The routes of SGLang that the proxy calls.
+    """HTTP server with the routes of SGLang that the proxy calls.
 
-    Replies are tokens drawn evenly from those that are text, the same to the same question.
+    A reply consists of random plain-text tokens; equal seeds and prompt lengths get equal replies.
     """
 
     def __init__(self, encoder: TokenEncoder, end_id: int) -> None:
@@ -195,7 +195,7 @@ class StandInEngine(JsonApp):
         self._encoder, self._end_id = encoder, end_id
         self._text_ids = encoder.list_plain_text_token_ids()
         self.ignored_grammars: set[str] = set()
-        """Names of the grammars that requests asked for; replies do not follow them."""
+        """Names of the grammars in requests; replies do not follow them."""
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         match request.method, request.scope["path"]:
@@ -235,7 +235,7 @@ class StandInEngine(JsonApp):
             "weight_versions": [{"version": WEIGHT_VERSION, "start": 0, "end": count}],
         }
         if request.top_logprobs_num:
-            meta["output_top_logprobs"] = [[one] for one in logprobs]
+            meta["output_top_logprobs"] = [[logprob] for logprob in logprobs]
         text = self._encoder.decode(ids[:-1] if is_ended else ids, skip_special_tokens=True)
         encoded = msgspec.json.encode({"text": text, "output_ids": ids, "meta_info": meta})
         return b"data: " + encoded + b"\n\ndata: [DONE]\n\n" if request.stream else encoded
@@ -250,7 +250,7 @@ REUSE_TEXTS = {"reused": ", prompt re-used", "retokenized": ", prompt tokenized 
 def format_trial(
     episode_number: int, outcome: EpisodeOutcome, session: Session, printed: str = ""
 ) -> Iterator[str]:
-    """Lines: what was said in one episode, what the agent `printed`, and what would be trained."""
+    """Format an episode's messages, the agent's output `printed`, and the rows to train."""
     yield f"--- task {episode_number} {'-' * 60}"
     lines = printed.splitlines()
     if len(lines) > MAX_PRINTED_LINES:
@@ -274,11 +274,11 @@ def format_trial(
 def format_trial_summary(
     outcomes: Sequence[EpisodeOutcome], ignored_grammars: Sequence[str]
 ) -> Iterator[str]:
-    good = [outcome for outcome in outcomes if outcome.status == "ok"]
-    rewards = " ".join(f"{outcome.reward:g}" for outcome in good)
+    successes = [outcome for outcome in outcomes if outcome.status == "ok"]
+    rewards = " ".join(f"{outcome.reward:g}" for outcome in successes)
     yield "-" * 71
-    yield f"{len(good)} of {len(outcomes)} episodes ended well" + (
-        f"; rewards {rewards}" if good else ""
+    yield f"{len(successes)} of {len(outcomes)} episodes ended well" + (
+        f"; rewards {rewards}" if successes else ""
     )
     if ignored_grammars:
         yield (
@@ -291,7 +291,7 @@ def _format_interaction(call_number: int, interaction: Interaction) -> Iterator[
     tools = json.loads(interaction.context or b"null")
     if tools and tools[0]:
         yield from _format_labeled(
-            "tools", [", ".join(one["function"]["name"] for one in tools[0])]
+            "tools", [", ".join(tool["function"]["name"] for tool in tools[0])]
         )
     for message in (*interaction.new_messages, interaction.reply):
         yield from _format_message(message)
@@ -314,7 +314,7 @@ def _format_message(message: dict[str, Any]) -> Iterator[str]:
         text = _to_text(part)
         more = len(text) - MAX_SHOWN_CHARS
         shown = text[:MAX_SHOWN_CHARS] + (f" ... and {more} more characters" if more > 0 else "")
-        # Random tokens may be control characters, which a terminal would obey.
+        # Random tokens may be control characters, which a terminal would execute.
         lines = [
             "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
             for line in shown.splitlines() or [""]
@@ -338,7 +338,7 @@ def _describe_rows(session: Session) -> Iterator[str]:
         )
     if rows and (unrewarded := rows[0].record.unrewarded_replies):
         yield f"{unrewarded} replies are not trained: no reward reaches them"
-    # A stand-in leaves no token out: what a run would record is taken as recorded.
+    # The stand-in records no sampling mask: assume the one that a run would record.
     untrainable = count_untrainable_tokens(
         rows, assumes_sampling_mask=session.request.records_sampling_mask
     )
@@ -347,7 +347,7 @@ def _describe_rows(session: Session) -> Iterator[str]:
 
 
 def _format_labeled(label: str, lines: Sequence[str]) -> Iterator[str]:
-    """Lines, the first of them behind a label."""
+    """Indent lines, and put a label before the first."""
     for index, line in enumerate(lines):
         yield f"{'' if index else label:<{LABEL_WIDTH}}{line}".rstrip()
 
@@ -371,7 +371,7 @@ def main() -> None:
 
 
 async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
-    """Play each task once; how many failed."""
+    """Play each task once; return the number of failures."""
     job, paths = config.driver, RunPaths(config.driver.run_dir)
     rollout = job.recipe.rollout
     if isinstance(agent, SubprocessAgent):
@@ -388,7 +388,7 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     first_failures: dict[str, int] = {}
     try:
         for number in range(len(tasks)):
-            # To a file, as agents hand it to their programs.
+            # To a file, because agents pass their standard output to programs.
             with tempfile.TemporaryFile("w+") as stdout:
                 with contextlib.redirect_stdout(stdout):
                     outcome = await run_episode(
@@ -424,9 +424,9 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
 def _build_trial_spec(
     rollout: RolloutConfig, agent: Agent, task: dict[str, Any], number: int
 ) -> EpisodeSpec:
-    """An episode as one of training, in a session that belongs to no ticket.
+    """Build an episode like one of training, in a session without a ticket.
 
-    The proxy keeps what is said in memory alone, and forgets it soon after the end.
+    The proxy keeps such a session in memory only, and drops it soon after its end.
     """
     return build_episode_spec(
         rollout,
