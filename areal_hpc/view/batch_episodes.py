@@ -24,7 +24,6 @@ from areal_hpc.wire.trajectory import CallRecord, TrajectoryRow
 MAX_LAST_EPISODES_SHARE = 0.05
 """Share of a batch that counts as its last episodes; at least one does."""
 WAIT_PARTS = ("generation", "tools", "admission", "sealing")
-"""Parts of a wait for a batch."""
 WITHOUT_TOOL = ""
 """Name of the time between two model calls of which the first called no tool."""
 

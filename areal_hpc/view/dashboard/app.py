@@ -71,8 +71,6 @@ Query = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """Request for data of one run."""
-
     view: RunView
     query: Query
     open_rows: Callable[[], RowIndex]

@@ -88,7 +88,6 @@ class PlainReporter:
                 self.print_line(line)
 
     def report_new_steps(self) -> None:
-        """Print a line for every step that finished since the last call."""
         self._view.look_again()
         steps, sft = self._view.steps, self._view.sft
         # Both go back when a run starts over or resumes from a checkpoint.

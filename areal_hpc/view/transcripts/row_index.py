@@ -296,7 +296,6 @@ def get_cache_dir() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that no other user may read or change."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:

@@ -69,8 +69,6 @@ class FoundRow:
 
 @dataclass(frozen=True, slots=True)
 class RowQuery:
-    """Selection of rows, and their order."""
-
     where: str = ""
     """Expression of `row_filter`; empty for all rows."""
     ticket_id: int | None = None
