@@ -1,1 +1,1 @@
-"""Checks of what a recipe refers to, before anything starts."""
+"""Checks, before a start, of everything that a recipe refers to."""

@@ -1,4 +1,7 @@
-"""Checks of what a recipe refers to: files, models, interpreters, SGLang's options, user code."""
+"""Checks of a recipe's files, models, interpreters, SGLang options and user code.
+
+Start with `find_input_problems`, which runs them all.
+"""
 
 import ast
 import contextlib
@@ -40,14 +43,14 @@ _PARSER_TABLES = {
     "tool_call_parser": ("srt/function_call/function_call_parser.py", "ToolCallParserEnum"),
     "reasoning_parser": ("srt/parser/reasoning_parser.py", "DetectorMap"),
 }
-"""Key of `inference` -> file below sglang/ and the name of the table in it, as in SGLang 0.5.23."""
+"""File below sglang/ and name of its table, by key of `inference`, as in SGLang 0.5.23."""
 
 
 class CommandReading(msgspec.Struct):
     unknown: list[str]
-    """Words that it does not know, values of unknown options too."""
+    """Unknown words, including the values of unknown options."""
     complaint: str
-    """Why it cannot be read at all."""
+    """Error of the parser; empty if it could read the command line."""
 
 
 class OptionReport(msgspec.Struct):
@@ -56,7 +59,7 @@ class OptionReport(msgspec.Struct):
 
 
 def read_sglang_options(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
-    """Its reading of command lines; None if SGLang cannot be imported on this machine."""
+    """Let SGLang parse command lines; None if it cannot be imported on this machine."""
     checkout = str(Path(__file__).resolve().parents[3])
     environ = {**os.environ, "PYTHONPATH": checkout, "SGLANG_USE_CPU_ENGINE": "1"}
     program = ("-m", OPTION_CHECK_MODULE)
@@ -65,13 +68,13 @@ def read_sglang_options(python: str, lines: Sequence[Sequence[str]]) -> OptionRe
             python, *program, request=lines, environ=environ, timeout_s=OPTION_CHECK_TIMEOUT_S
         )
     except RolePythonError as error:
-        log.info("SGLang was not asked about its options: %s", error)
+        log.info("SGLang's options cannot be read: %s", error)
         return None
     return convert_value(answer, OptionReport)
 
 
 def find_extra_args_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
-    """Problems of the recipe's further options for SGLang; takes seconds if there are any."""
+    """Find problems of `inference.extra_args`; importing SGLang for them takes seconds."""
     arguments = recipe.inference.extra_args
     if not arguments:
         return
@@ -83,15 +86,15 @@ def find_extra_args_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
 def find_option_problems(
     arguments: Sequence[str], reading: CommandReading, known_options: Sequence[str]
 ) -> Iterator[Problem]:
-    """Problems of options, as SGLang read them. Pure."""
+    """Find problems in SGLang's reading of options. Pure."""
     two_entries = "write an option and its value as two entries of the list"
     if reading.complaint:
         message = f"SGLang cannot read {' '.join(arguments)!r}: {reading.complaint}"
         yield Problem(message, EXTRA_ARGS_KEY, two_entries)
     options = [word.partition("=")[0] for word in reading.unknown if word.startswith("-")]
     for option in options:
-        near = difflib.get_close_matches(option, known_options, n=1)
-        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        similar = difflib.get_close_matches(option, known_options, n=1)
+        hint = f"did you mean {similar[0]}?" if similar else "leave it out"
         yield Problem(f"SGLang has no option {option}", EXTRA_ARGS_KEY, hint)
     if reading.unknown and not options:
         message = f"SGLang expects an option, got {reading.unknown[0]!r}"
@@ -99,23 +102,23 @@ def find_option_problems(
 
 
 def find_parser_name_problems(inference: InferenceConfig, python: str) -> Iterator[Problem]:
-    """Parsers that the SGLang of an interpreter does not have; none where it has no SGLang.
+    """Find parsers that an interpreter's SGLang lacks; none if it has no SGLang.
 
-    Their names are read from SGLang's source: to import it takes seconds.
+    The names are read from SGLang's source, because importing it takes seconds.
     """
-    named = {key: name for key in _PARSER_TABLES if (name := getattr(inference, key))}
-    if not named:
+    parsers = {key: name for key in _PARSER_TABLES if (name := getattr(inference, key))}
+    if not parsers:
         return
     try:
         origin = describe_python(python, ["sglang"]).modules["sglang"]
     except (RolePythonError, KeyError):
         return
-    for key, name in named.items():
+    for key, name in parsers.items():
         file, table = _PARSER_TABLES[key]
         known = _read_keys(Path(origin).parent / file, table)
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(known)}"
             yield Problem(f"SGLang has no parser {name!r}", f"inference.{key}", hint)
 
 
@@ -134,11 +137,11 @@ def _read_keys(source: Path, table: str) -> list[str]:
 
 
 USER_CODE_TIMEOUT_S = 120
-"""User code that takes longer to import and build would also hold up every driver."""
+"""Time to import and build user code. Slower code would also delay every driver."""
 
 MAX_ANSWER_BYTES = 1 << 20
 AGENT_WORKER_FILE = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
-"""The program that runs agents of `rollout.agent.python`."""
+"""Program that runs agents of `rollout.agent.python`."""
 
 _LOAD_USER_CODE_SCRIPT = """
 import json, os, sys
@@ -184,9 +187,9 @@ os._exit(0)  # what the code has registered for its end may print or wait
 def find_user_code_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Import the user's code, and try it, in the environment of who will: driver, ledger, trainer.
+    """Import and try the user's code in the Python of the process that will run it.
 
-    Agents are built, and a custom loss is computed of made-up tokens.
+    Agents are built, and a custom loss is computed on made-up tokens.
     """
     rollout, evaluation, objective = recipe.rollout, recipe.evaluation, recipe.trainer.objective
     agents = [
@@ -194,32 +197,33 @@ def find_user_code_problems(
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
     agents += [
-        (one.workflow, one.workflow_kwargs)
-        for one in recipe.evaluation_sets
-        if one.agent_section_key != "evaluation"
+        (held_out.workflow, held_out.workflow_kwargs)
+        for held_out in recipe.evaluation_sets
+        if held_out.agent_section_key != "evaluation"
     ]
-    if other := rollout.agent.python:
-        for workflow, kwargs in filter(lambda one: one[0], agents):
-            yield from _find_foreign_agent_problems(other, workflow, kwargs, sys_path)
+    agents = [(workflow, kwargs) for workflow, kwargs in agents if workflow]
+    if agent_python := rollout.agent.python:
+        for workflow, kwargs in agents:
+            yield from _find_foreign_agent_problems(agent_python, workflow, kwargs, sys_path)
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     request: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
     request["variables"] = rollout.agent.variables
-    for python, named, name, key, what in (
+    for python, role_agents, name, key, code_description in (
         (pythons["agents"], agents, "should_accept", "rollout.workflow", "the agent"),
         (pythons["train"], [], "curriculum", "rollout.curriculum", "the curriculum"),
     ):
         function = getattr(rollout, name)
-        request["agents"] = [one for one in named if one[0]]
-        is_agent = bool(request["agents"])
+        request["agents"] = role_agents
+        is_agent = bool(role_agents)
         request["sandbox"] = (
             rollout.agent.model_dump() if is_agent and rollout.agent.isolation else None
         )
         request["functions"] = {f"rollout.{name}": function} if function else {}
         if is_agent and ":" in rollout.agent.auxiliary:
             request["functions"]["rollout.agent.auxiliary"] = rollout.agent.auxiliary
-        if (request["agents"] or request["functions"]) and shutil.which(python):
-            yield from _find_loading_problems(python, request, environ, key, what)
+        if (is_agent or request["functions"]) and shutil.which(python):
+            yield from _find_loading_problems(python, request, environ, key, code_description)
     if objective.custom and shutil.which(pythons["train"]):
         loss_request = {**request, "agents": [], "functions": {}, "sandbox": None}
         loss_request["objective"] = objective.model_dump()
@@ -277,7 +281,7 @@ MIN_RUN_DIR_FREE_BYTES = 256 * 1024 * 1024
 def find_input_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
-    """All problems of the files, interpreters and names that a recipe mentions. Leaves nothing."""
+    """Find all problems of the files, interpreters and names in a recipe; leave no file behind."""
     problems = [
         *find_role_python_problems(recipe, pythons),
         *_find_run_directory_problems(recipe.run_dir),
@@ -295,7 +299,7 @@ def find_input_problems(
 
 
 def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
-    made = find_missing_folders(run_dir)
+    new_folders = find_missing_folders(run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / f".probe.{os.getpid()}"
@@ -310,7 +314,7 @@ def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
         )
         return
     finally:
-        remove_empty_folders(made)
+        remove_empty_folders(new_folders)
     if free_bytes < MIN_RUN_DIR_FREE_BYTES:
         yield Problem(
             f"the run directory's file system is full: {free_bytes // 2**20} MiB free, "

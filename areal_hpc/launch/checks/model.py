@@ -1,4 +1,4 @@
-"""The recipe's model: its network, files and tokenizer, and prompts against its context."""
+"""Checks of the recipe's models: networks, files, tokenizers, and prompts against the context."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from areal_hpc.trainer.model.parameter_counts import get_side_layout
 SGLANG_FAMILIES_WITHOUT_WINDOW = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 )
-"""SGLang's models of these attend to all tokens, whatever window `config.json` names."""
+"""Families whose SGLang models attend to all tokens, whatever window `config.json` names."""
 
 
 def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -40,8 +40,8 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from _find_parallel_size_problems(read_recipe_architecture(recipe), recipe)
         except RecipeError as error:
             yield from error.problems
-        most = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
-        yield from _find_reply_limit_problems(recipe, most)
+        context_tokens = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
+        yield from _find_reply_limit_problems(recipe, context_tokens)
     if model.path is not None:
         yield from _find_policy_problems(model.path, "model.path", recipe)
     if model.hub is not None:
@@ -63,7 +63,7 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def build_missing_model_problem(path: Path, key: str) -> Problem:
-    """A path that is no directory, and what to do: one of two parts may be a name of the Hub."""
+    """Build the problem of a path that is no directory; a path of two parts may be a Hub name."""
     hint = "give a directory in Hugging Face format; jobs never download"
     if path.is_file():
         return Problem(f"{path.resolve()} is a file, expected a model directory", key, hint)
@@ -73,25 +73,25 @@ def build_missing_model_problem(path: Path, key: str) -> Problem:
 
 
 def _read_network(
-    path: Path, key: str, recipe: Recipe, found: list[Problem], lora: LoraConfig | None = None
+    path: Path, key: str, recipe: Recipe, problems: list[Problem], lora: LoraConfig | None = None
 ) -> Architecture | None:
-    """The network of a model directory; problems of its weights and its shape go to `found`."""
+    """Read the network of a model directory; append problems of its files to `problems`."""
     if not path.is_dir():
-        found.append(build_missing_model_problem(path, key))
+        problems.append(build_missing_model_problem(path, key))
         return None
     if not list(path.glob("*.safetensors")):
         hint = "give a directory in Hugging Face format"
-        found.append(Problem(f"{path} has no *.safetensors weights", key, hint))
+        problems.append(Problem(f"{path} has no *.safetensors weights", key, hint))
     try:
         arch = read_architecture(path, lora)
     except RecipeError as error:
-        found += error.problems
+        problems += error.problems
         return None
     quantization = json.loads((path / "config.json").read_bytes()).get("quantization_config")
     if not quantization:
         return arch
     method = quantization.get("quant_method", "an unnamed method")
-    found.append(
+    problems.append(
         Problem(
             f"{path / 'config.json'} says that the weights are quantized ({method}); they can be "
             "neither trained nor updated in SGLang, and the trainer would read them without scales",
@@ -103,18 +103,18 @@ def _read_network(
 
 
 def _find_policy_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
-    found: list[Problem] = []
-    arch = _read_network(path, key, recipe, found, recipe.trainer.lora)
-    yield from found
+    problems: list[Problem] = []
+    arch = _read_network(path, key, recipe, problems, recipe.trainer.lora)
+    yield from problems
     if not path.is_dir():
         return
-    for name, what in (
+    for name, description in (
         ("tokenizer.json", "the tokenizer"),
         ("tokenizer_config.json", "the tokenizer's settings and chat template"),
     ):
         if not (path / name).is_file():
             hint = "copy the tokenizer files of the base model into the directory"
-            yield Problem(f"{path} has no {name} ({what})", key, hint)
+            yield Problem(f"{path} has no {name} ({description})", key, hint)
     if arch is None:
         return
     yield from _find_family_problems(path, key, arch, recipe)
@@ -156,10 +156,10 @@ def _find_family_problems(
 
 
 def _find_side_network_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
-    """Problems of a network beside the policy, which shares its layout and its tokenizer."""
-    found: list[Problem] = []
-    arch = _read_network(path, key, recipe, found)
-    yield from found
+    """Find problems of a network beside the policy; it must share the policy's tokenizer."""
+    problems: list[Problem] = []
+    arch = _read_network(path, key, recipe, problems)
+    yield from problems
     if arch is None:
         return
     parallel = get_side_layout(arch, recipe.trainer.parallel)
@@ -168,8 +168,8 @@ def _find_side_network_problems(path: Path, key: str, recipe: Recipe) -> Iterato
     policy = _find_model_dir(recipe.model)
     if policy is None:
         return
-    own, other = (_read_tokens(folder) for folder in (policy, path))
-    if own and own != other:
+    policy_tokens, tokens = (_read_tokens(folder) for folder in (policy, path))
+    if policy_tokens and policy_tokens != tokens:
         yield Problem(
             f"the tokenizers of {path} and {policy} differ: token ids mean other texts there",
             key,
@@ -193,9 +193,9 @@ def _read_tokens(folder: Path) -> dict[str, int]:
 
 
 def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
-    """Tokens of the tokenizer without an embedding in the model.
+    """Find tokens of the tokenizer without an embedding in the model.
 
-    Special tokens may lie beyond it: some models have a padding token that nothing sends.
+    Special tokens may have none: some models have a padding token that no request contains.
     """
     if not (path / "tokenizer.json").is_file():
         return  # reported already
@@ -211,9 +211,10 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
 
 
 def read_recipe_architecture(recipe: Recipe, *, is_sft: bool = False) -> Architecture:
-    """The recipe's network; RecipeError if its configuration is not on this machine.
+    """Read the recipe's network; with `is_sft` without an adapter, since SFT trains all weights.
 
-    SFT trains all weights, and so a network without an adapter.
+    Raises:
+        RecipeError: The model's configuration is not on this machine.
     """
     model, lora = recipe.model, None if is_sft else recipe.trainer.lora
     if model.tiny is not None:
@@ -226,7 +227,7 @@ def read_recipe_architecture(recipe: Recipe, *, is_sft: bool = False) -> Archite
 
 
 def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
-    """The networks that only score, by key of the recipe; None is the policy's own start."""
+    """List the recipe keys and paths of frozen networks; None is the policy's initial weights."""
     kl, teacher = recipe.trainer.objective.kl, recipe.trainer.objective.teacher
     if teacher.path is not None:
         yield "trainer.objective.teacher.path", teacher.path
@@ -235,7 +236,7 @@ def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
 
 
 def find_frozen_architectures(recipe: Recipe, policy: Architecture) -> list[Architecture]:
-    """The networks that only score; one that cannot be read is taken to be as the policy."""
+    """Read the frozen networks; an unreadable one is assumed to equal the policy's."""
     return [_read_architecture_like(path, policy) for _, path in list_frozen_models(recipe)]
 
 
@@ -247,7 +248,7 @@ def _list_critic_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
 
 
 def find_critic_architecture(recipe: Recipe, policy: Architecture) -> Architecture | None:
-    """The critic's network, taken to be as the policy's if it cannot be read; None without one."""
+    """Read the critic's network, by default the policy's; None if the objective has no critic."""
     critics = [_read_architecture_like(path, policy) for _, path in _list_critic_models(recipe)]
     return critics[0] if critics else None
 
@@ -260,13 +261,13 @@ def _read_architecture_like(path: Path | None, policy: Architecture) -> Architec
 
 
 def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:
-    """Longest prompt plus reply: the recipe's, else the model's."""
+    """Find the maximum tokens of prompt plus reply: the recipe's limit, else the model's."""
     return recipe.inference.context_length or require_max_position_embeddings(model_dir)
 
 
 def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[Problem]:
     samplings = {"rollout.sampling": recipe.rollout.sampling} | {
-        one.sampling_key: one.sampling for one in recipe.evaluation_sets
+        held_out.sampling_key: held_out.sampling for held_out in recipe.evaluation_sets
     }
     for key, sampling in samplings.items():
         if sampling.max_new_tokens >= context_tokens:
@@ -292,16 +293,16 @@ MAX_SAMPLED_PROMPTS = 100
 MESSAGES_KEY = "messages"
 TOOLS_KEY = "tools"
 MAX_CHARS_PER_TOKEN = 32
-"""A text of more characters than this times the context is too long, and is not tokenized."""
+"""Maximum characters per token of the context; a longer text is too long, and not tokenized."""
 
 
 def find_prompt_problems(
     recipe: Recipe, model_dir: Path, tasks_file: Path, key: str, context_tokens: int
 ) -> tuple[list[Problem], list[str]]:
-    """Problems and notes of a data set at `key` whose prompts leave the model little room to reply.
+    """Find problems and notes of a data set at `key` whose prompts leave too little room to reply.
 
-    Tasks without `messages` are left out: only their agent knows what it asks. An agent may put
-    more before a prompt, so the lengths found are the least.
+    Tasks without `messages` are left out, because their agents write the prompts. The lengths are
+    lower bounds, because an agent may extend a prompt.
     """
     tasks = TaskSet.read(tasks_file)
     template = ChatTemplate.from_model_dir(model_dir)
@@ -329,11 +330,11 @@ def find_prompt_problems(
         )
     if not lengths:
         return [], notes
-    sampling_by_key = {one.dataset_key: one.sampling for one in recipe.evaluation_sets}
-    max_new_tokens = sampling_by_key.get(key, recipe.rollout.sampling).max_new_tokens
+    samplings = {held_out.dataset_key: held_out.sampling for held_out in recipe.evaluation_sets}
+    max_new_tokens = samplings.get(key, recipe.rollout.sampling).max_new_tokens
     longest = max(lengths, key=lambda index: lengths[index])
     too_long = sum(length >= context_tokens for length in lengths.values())
-    cut = sum(length + max_new_tokens > context_tokens for length in lengths.values())
+    may_be_cut = sum(length + max_new_tokens > context_tokens for length in lengths.values())
     prompts = f"of {len(lengths)} prompts of {key}"
     more = " or more" if lengths[longest] == context_tokens else ""
     worst = f"that of task {longest} has {lengths[longest]}{more} tokens"
@@ -348,9 +349,9 @@ def find_prompt_problems(
         notes.append(
             f"{too_long} {prompts} leave no room for a reply in {context_tokens} tokens: {worst}"
         )
-    if cut > too_long:
+    if may_be_cut > too_long:
         notes.append(
-            f"{cut} {prompts} leave less room in {context_tokens} tokens than "
+            f"{may_be_cut} {prompts} leave less room in {context_tokens} tokens than "
             f"max_new_tokens={max_new_tokens}: {worst}"
         )
     return [], notes

@@ -1,4 +1,4 @@
-"""Python of a role: its packages, problems of these, and answers of programs that it runs."""
+"""Python of a role: its packages, their problems, and programs that run in it."""
 
 import json
 import shutil
@@ -18,12 +18,12 @@ from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
 )
 
 INTERPRETER_TIMEOUT_S = 60.0
-"""A cold interpreter on busy shared storage takes that long, no more."""
+"""Maximum time of a program in a cold interpreter on busy shared storage."""
 PACKAGES = (
     "areal-hpc", "torch", "sglang", "megatron-core", "transformers", "flash-attn",
     "transformer-engine", "numpy", "openai",
 )  # fmt: skip
-"""Distributions that decide what is computed."""
+"""Distributions on which numerical results depend."""
 
 MODULES_BY_ROLE = {
     "serve": ("sglang",),
@@ -32,9 +32,9 @@ MODULES_BY_ROLE = {
 }
 """Modules that a role imports before it does anything."""
 
-# Modules are looked for, not imported: SGLang alone takes 4 to 11 s, and on a login node without
-# GPU drivers its import may fail where it works on the nodes of the run. CUDA's version stands in
-# torch's version.py.
+# The script finds modules without importing them: SGLang alone takes 4 to 11 s, and its import may
+# fail on a login node without GPU drivers though it works on the run's nodes. CUDA's version stands
+# in torch's version.py.
 _DESCRIBE_SCRIPT = r"""
 import importlib.metadata, importlib.util, json, pathlib, platform, re, sys
 packages, request = {}, json.load(sys.stdin)
@@ -60,7 +60,7 @@ print(json.dumps({"version": platform.python_version(), "packages": packages, "c
 
 
 class RolePythonError(Exception):
-    """A Python gave no answer. The message is its last line of output."""
+    """Failure of a program in a role's Python; the message is its last line of output."""
 
     def __init__(self, message: str, *, is_late: bool = False) -> None:
         super().__init__(message)
@@ -71,11 +71,11 @@ class RolePythonError(Exception):
 class PythonDescription:
     version: str
     packages: Mapping[str, str]
-    """Versions of those of `PACKAGES` that it has."""
+    """Versions of the installed `PACKAGES`."""
     cuda: str | None
-    """Version that torch was built for; None for CPUs, or without torch."""
+    """CUDA version that torch was built for; None if for CPUs, or without torch."""
     modules: Mapping[str, str]
-    """Files of the modules that were asked for, as far as it has them."""
+    """Files of the requested modules; missing modules are left out."""
 
 
 def ask_role(
@@ -85,12 +85,12 @@ def ask_role(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = INTERPRETER_TIMEOUT_S,
 ) -> Any:
-    """Run a program (`-c SCRIPT`, `-m MODULE`) in a role's Python; the JSON that it prints last.
+    """Run a program (`-c SCRIPT`, `-m MODULE`) in a role's Python; return its last line, as JSON.
 
     `request` goes to its standard input as JSON.
     """
     try:
-        answer = subprocess.run(
+        completed = subprocess.run(
             [python, *program],
             input=json.dumps(request),
             capture_output=True,
@@ -103,10 +103,10 @@ def ask_role(
         raise RolePythonError(f"no answer within {timeout_s:.0f} s", is_late=True) from error
     except OSError as error:
         raise RolePythonError(f"it does not start: {error.strerror}") from error
-    if answer.returncode:
-        raise RolePythonError((answer.stderr.strip().splitlines() or ["no output"])[-1])
+    if completed.returncode:
+        raise RolePythonError((completed.stderr.strip().splitlines() or ["no output"])[-1])
     try:
-        return json.loads(answer.stdout.splitlines()[-1])
+        return json.loads(completed.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         raise RolePythonError("it printed no answer") from error
 
@@ -119,7 +119,7 @@ def describe_python(python: str, modules: Sequence[str] = ()) -> PythonDescripti
 def describe_pythons(
     pythons: Iterable[str], modules: Sequence[str] = ()
 ) -> dict[str, PythonDescription | RolePythonError]:
-    """Describe each Python, all at the same time; an error for one that gives no answer."""
+    """Describe each Python, all at the same time; an error for one that fails."""
 
     def describe(python: str) -> PythonDescription | RolePythonError:
         try:
@@ -139,18 +139,18 @@ def describe_role_pythons(
         *{name for names in MODULES_BY_ROLE.values() for name in names},
         *MEGATRON_REPLACEMENTS,
     )
-    answers = describe_pythons(pythons.values(), modules)
-    return {role: answers[python] for role, python in pythons.items()}
+    descriptions = describe_pythons(pythons.values(), modules)
+    return {role: descriptions[python] for role, python in pythons.items()}
 
 
 def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of interpreters: missing ones, packages that they lack, CUDA they cannot use."""
-    for role, answer in describe_role_pythons(pythons).items():
-        yield from judge_role_python(recipe, role, pythons[role], answer)
+    """Find problems of interpreters: missing ones, missing packages, CUDA they cannot use."""
+    for role, description in describe_role_pythons(pythons).items():
+        yield from judge_role_python(recipe, role, pythons[role], description)
 
 
 def judge_role_python(
-    recipe: Recipe, role: str, python: str, answer: PythonDescription | RolePythonError
+    recipe: Recipe, role: str, python: str, description: PythonDescription | RolePythonError
 ) -> Iterator[Problem]:
     key = f"cluster.{role}.python"
     command = format_python_hint(python, ENVIRONMENTS[role])
@@ -158,20 +158,20 @@ def judge_role_python(
     if shutil.which(python) is None:
         yield Problem(f"no Python interpreter for role {role} at {python}", key, hint)
         return
-    if isinstance(answer, RolePythonError):
-        if answer.is_late:
+    if isinstance(description, RolePythonError):
+        if description.is_late:
             message = f"{python} did not start within {INTERPRETER_TIMEOUT_S:.0f} s"
             yield Problem(message, key, "put the environment on faster storage")
         else:
-            yield Problem(f"{python} does not run: {answer}", key, hint)
+            yield Problem(f"{python} does not run: {description}", key, hint)
         return
     for name in MEGATRON_REPLACEMENTS if role == "train" else ():
-        if name in answer.modules:
+        if name in description.modules:
             yield build_installed_replacement_problem(name, python)
-    torch = answer.packages.get("torch", "")
-    if missing := [name for name in MODULES_BY_ROLE[role] if name not in answer.modules]:
-        lacks = f"the Python of role {role}, {python}, lacks {', '.join(missing)}"
-        yield Problem(lacks, key, hint)
+    torch = description.packages.get("torch", "")
+    if missing := [name for name in MODULES_BY_ROLE[role] if name not in description.modules]:
+        message = f"the Python of role {role}, {python}, lacks {', '.join(missing)}"
+        yield Problem(message, key, hint)
     elif role == "train" and recipe.trainer.device == "cuda" and "+cpu" in torch:
         yield Problem(
             f"trainer.device=cuda, but {python} has torch {torch}, which computes on CPUs alone",

@@ -1,1 +1,1 @@
-"""Checks of a cluster before a run (`areal-hpc doctor`)."""
+"""Checks of a cluster before a run (`areal-hpc doctor`). `registry.py` lists them."""

@@ -1,6 +1,6 @@
 """Examination of this GPU node: its facts, an all-reduce, and a run of a tiny model.
 
-Floors of rates are assumptions from data sheets: no GPU has confirmed them.
+Minimum rates are assumptions from data sheets, not measured on GPUs.
 """
 
 import json
@@ -39,12 +39,12 @@ from areal_hpc.trainer.config import CollectiveRates, CollectivesRequest
 from areal_hpc.wire.decoding import decode_json
 
 MIN_NVLINK_ALLREDUCE_BYTES_PER_S = 100e9
-"""Of an all-reduce within a node whose GPUs NVLink joins. An A100 has 300 GB/s a direction, an H100
-450; half of them would still be above."""
+"""Minimum rate of an all-reduce within a node with NVLink, which has 300 GB/s per direction on an
+A100, 450 on an H100; half of these would still be above."""
 MIN_PCIE_ALLREDUCE_BYTES_PER_S = 5e9
-"""Without NVLink: PCIe 4.0 has 32 GB/s a direction, shared by several GPUs."""
+"""Minimum rate without NVLink: PCIe 4.0 has 32 GB/s per direction, shared by several GPUs."""
 MAX_ENGINE_LOGPROB_GAP_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean difference between engine and trainer."""
+"""Maximum mean difference of log-probabilities between engine and trainer."""
 ISSUE_HINT = "attach --json FILE to an issue"
 COLLECTIVES_MODULE = "areal_hpc.trainer.collective_rates"
 DIE_WITH_PARENT_MODULE = "areal_hpc.jobs.processes.process_ties"
@@ -56,9 +56,9 @@ POLL_S = 0.2
 LOG_TAIL_BYTES = 65536
 REHEARSAL_RANKS = 2
 STEPS = 2
-"""The second one is sampled from weights that an update brought."""
+"""Steps of the tiny run; the second one is sampled from updated weights."""
 RUN_TIMEOUT_S = 600.0
-"""On top of the recipe's time for the start of a replica: kernels are compiled at first use."""
+"""Time beyond the recipe's for a replica's start: kernels are compiled at first use."""
 STOP_TIMEOUT_S = 60.0
 TASKS, SAMPLES, REPLY_TOKENS = 4, 4, 24
 
@@ -68,14 +68,14 @@ MeasuredT = TypeVar("MeasuredT")
 
 @dataclass(frozen=True, slots=True)
 class GpuCheckPlan:
-    """What is examined, and with what: read from a recipe, or the defaults of one."""
+    """Settings of an examination, from a recipe or from a recipe's defaults."""
 
     device: ExaminedDevice
-    """`cpu` rehearses the same steps on processors."""
+    """Device of the steps; `cpu` rehearses them without a GPU."""
     pythons: dict[str, str]
-    """By role."""
+    """Interpreters by role."""
     variables: dict[str, dict[str, str]]
-    """By role."""
+    """Environment variables by role."""
     inference: InferenceConfig
     dtype: Dtype
     gpus: WantedGpus = "auto"
@@ -86,7 +86,7 @@ class GpuCheckPlan:
 def build_check_plan(
     recipe: Recipe | None, slurm: SlurmConfig, device: ExaminedDevice
 ) -> GpuCheckPlan:
-    """What to examine with: interpreters, variables and flags are those that a run would have."""
+    """Build a plan with the interpreters, variables and flags that a run would have."""
     defaults = {role: get_interpreter(role, "auto") for role in ROLES} if recipe is None else {}
     variables = get_computing_variables(device)
     own = {role: getattr(recipe.cluster, role).variables for role in ROLES} if recipe else {}
@@ -104,7 +104,7 @@ def build_check_plan(
 def examine_gpu_node(
     plan: GpuCheckPlan, print_line: Callable[[str], None] = print
 ) -> Iterator[CheckResult]:
-    """Judge facts, then run every step, whatever became of the others; takes minutes."""
+    """Judge facts, then run all steps, even if some fail; takes minutes."""
     facts = gather_node_facts(plan.gpus, plan.pythons, plan.variables)
     if plan.device == "cpu":
         finding = "on processors: it says nothing about any GPU"
@@ -143,10 +143,10 @@ def _judge_measured(
     try:
         return judge(measure())
     except ArealError as error:
-        problem = error.problems[0]
-        finding = "; ".join(one.message for one in error.problems)
-        finding += f" (at {problem.key})" if problem.key else ""
-        return fail(name, finding, problem.hint or ISSUE_HINT)
+        first = error.problems[0]
+        finding = "; ".join(problem.message for problem in error.problems)
+        finding += f" (at {first.key})" if first.key else ""
+        return fail(name, finding, first.hint or ISSUE_HINT)
     except OSError as error:
         return fail(name, f"{type(error).__name__}: {error}", ISSUE_HINT)
 
@@ -159,7 +159,7 @@ def list_rank_gpus(plan: GpuCheckPlan, visible_gpu_ids: Sequence[str]) -> tuple[
 
 
 def measure_collectives(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> CollectiveRates:
-    """Rates of collectives between ranks, a GPU each."""
+    """Measure the rates of collectives between ranks, a GPU each."""
     request = CollectivesRequest(
         device=plan.device,
         size_bytes=SIZE_BYTES_BY_DEVICE[plan.device],
@@ -175,7 +175,7 @@ def measure_collectives(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -
 
 
 def run_ranks(plan: GpuCheckPlan, module: str, request_file: Path, gpus: Sequence[str]) -> None:
-    """Run `python -m module REQUEST_FILE` as ranks, a GPU each, to their ends."""
+    """Run `python -m module REQUEST_FILE` as ranks, a GPU each, and wait until all have ended."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank, gpu in enumerate(gpus):
@@ -230,20 +230,20 @@ def _await_ranks(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None
 
 def judge_rates(rates: CollectiveRates, floor_bytes_per_s: float) -> CheckResult:
     reduced, ring = rates.all_reduce_bytes_per_s / 1e9, rates.ring_bytes_per_s / 1e9
-    found = (
+    finding = (
         f"{rates.ranks} ranks over {rates.backend}, {rates.size_bytes >> 20} MiB: "
         f"all-reduce {reduced:.3g} GB/s, ring {ring:.3g} GB/s"
     )
     if rates.wrong_elements:
-        found += f"; {rates.wrong_elements} elements of the results are wrong"
+        finding += f"; {rates.wrong_elements} elements of the results are wrong"
         hint = "nvidia-smi -q -d ECC; NCCL_P2P_DISABLE=1 tells whether direct copies are at fault"
-        return fail("all-reduce", found, hint)
-    # A rehearsal over gloo has no floor. Written so that what is not a number fails.
+        return fail("all-reduce", finding, hint)
+    # A rehearsal over gloo has no floor. `not >=` so that NaN fails.
     if rates.backend == "nccl" and not rates.all_reduce_bytes_per_s >= floor_bytes_per_s:
-        expected = f"{found}; expected at least {floor_bytes_per_s / 1e9:g} GB/s"
+        expected = f"{finding}; expected at least {floor_bytes_per_s / 1e9:g} GB/s"
         hint = "nvidia-smi topo -m; is P2P disabled (NCCL_P2P_DISABLE, ACS in the BIOS)?"
         return fail("all-reduce", expected, hint)
-    return ok("all-reduce", found)
+    return ok("all-reduce", finding)
 
 
 # A run -------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class TinyRun:
     dtype: str
     mean_gaps: tuple[float, ...]
     """Mean difference of log-probabilities between SGLang and the trainer. From the second step on
-    SGLang's weights are those of an update."""
+    SGLang has updated weights."""
     gradient_norms: tuple[float, ...]
 
 
@@ -304,7 +304,7 @@ def run_tiny_recipe(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Ti
 def build_tiny_recipe(
     plan: GpuCheckPlan, inference: InferenceConfig, gpus: Sequence[str], model_dir: Path
 ) -> Mapping[str, Any]:
-    """The recipe of the run, as a tree. Pure."""
+    """Build the tree of the tiny run's recipe. Pure."""
     roles = {
         role: {"python": plan.pythons[role], "variables": plan.variables[role]} for role in ROLES
     }
@@ -338,42 +338,42 @@ def build_tiny_recipe(
 
 
 def build_single_replica_config(plan: GpuCheckPlan, gpus: int) -> InferenceConfig:
-    """The recipe's replica alone on this node, beside a trainer of one GPU. Pure.
+    """Reduce the recipe's inference to one replica on this node, beside a trainer of one GPU. Pure.
 
-    A rehearsal leaves further options out: those of GPUs would not start on a CPU.
+    A rehearsal drops `extra_args`: SGLang does not start on a CPU with options for GPUs.
     """
     config = plan.inference
-    changed: dict[str, Any] = {"cells": 1, "replicas_per_cell": 1, "max_restarts": 0}
-    changed |= {"nodes_per_replica": 1, "tp": config.tp // config.nodes_per_replica}
+    changes: dict[str, Any] = {"cells": 1, "replicas_per_cell": 1, "max_restarts": 0}
+    changes |= {"nodes_per_replica": 1, "tp": config.tp // config.nodes_per_replica}
     if plan.device == "cpu":
-        changed |= {"tp": 1, "extra_args": (), "max_total_tokens": 16384}
-    elif changed["tp"] >= gpus:
-        changed["tp"] = max(size for size in range(1, gpus) if changed["tp"] % size == 0)
-    return config.model_copy(update=changed)
+        changes |= {"tp": 1, "extra_args": (), "max_total_tokens": 16384}
+    elif changes["tp"] >= gpus:
+        changes["tp"] = max(size for size in range(1, gpus) if changes["tp"] % size == 0)
+    return config.model_copy(update=changes)
 
 
 def judge_run(run: TinyRun) -> CheckResult:
     """Check that SGLang agrees with the trainer before and after an update."""
     name, bound = "tiny run", MAX_ENGINE_LOGPROB_GAP_BY_DTYPE[run.dtype]
     gaps = ", ".join(f"{gap:.1e}" for gap in run.mean_gaps)
-    found = (
+    finding = (
         f"{len(run.mean_gaps)} steps with updates between them; log-probabilities of SGLang "
         f"({run.dtype}) and the trainer differ by {gaps} on average"
     )
-    # Written so that what is not a number fails.
+    # `not all(...)` so that NaN fails.
     if not all(gap <= bound for gap in run.mean_gaps):
         hint = f"another inference.extra_args --attention-backend; {ISSUE_HINT}"
-        return fail(name, f"{found}; {bound:g} is rounding", hint)
+        return fail(name, f"{finding}; {bound:g} is rounding", hint)
     if not all(norm > 0 for norm in run.gradient_norms):
-        return fail(name, f"{found}; a step had no gradient", ISSUE_HINT)
-    return ok(name, found)
+        return fail(name, f"{finding}; a step had no gradient", ISSUE_HINT)
+    return ok(name, finding)
 
 
-# Tasks and agent of the tiny run: a model with random weights can answer, and replies differ. ----
+# Tasks and agent of the tiny run: a model with random weights gets different rewards -------------
 
 
 class DistinctLettersAgent:
-    """One call; the reward is the number of distinct characters of the reply."""
+    """Agent that makes one call; its reward is the number of distinct characters in the reply."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         from openai import AsyncOpenAI

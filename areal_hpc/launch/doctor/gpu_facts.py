@@ -1,4 +1,4 @@
-"""Facts of this GPU node and judgments of them: driver, GPUs, RDMA, limits, each role's Python."""
+"""Facts of this GPU node and their judgment: driver, GPUs, RDMA, limits, each role's Python."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ compatibility guide, table of minor version compatibility)."""
 MIN_MEMLOCK_BYTES = 1 << 30
 """NCCL locks the buffers of every connection over RDMA: megabytes each, some per peer."""
 PYTHON_TIMEOUT_S = 180.0
-"""To import torch from cold storage, and to wake every GPU."""
+"""Time to import torch from cold storage, and to initialize every GPU."""
 
 _GPU_FACTS_SCRIPT = """
 import json, torch
@@ -40,18 +40,18 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class PythonFacts:
-    """What a role's Python sees of GPUs."""
+    """GPUs, and versions of torch and NCCL, in a role's Python."""
 
     role: str
     python: str
     torch: str = ""
     cuda: str = ""
-    """Version that torch was built for; empty: for CPUs."""
+    """CUDA version that torch was built for; empty: for CPUs."""
     nccl: str = ""
-    """Version that torch has loaded."""
+    """NCCL version that torch has loaded."""
     gpus: int = 0
     error: str = ""
-    """Why it could not be asked; empty if it could."""
+    """Reason why the facts could not be read; empty if they could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class NodeFacts:
     has_nvlink: bool = False
     has_ibverbs: bool = False
     adapters: int = 0
-    """Files of /dev/infiniband through which programs reach adapters."""
+    """Number of files in /dev/infiniband through which programs use adapters."""
     memlock_bytes: int | None = None
     """Memory that a process may lock; None: any amount."""
     nvcc: str = ""
@@ -77,7 +77,7 @@ class NodeFacts:
 def gather_node_facts(
     wanted: WantedGpus, pythons: Mapping[str, str], variables: Mapping[str, Mapping[str, str]]
 ) -> NodeFacts:
-    """Facts of this node, with the interpreter and the variables of each role."""
+    """Gather facts of this node, with the interpreter and the variables of each role."""
     visible = select_wanted_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
     listed = driver_error = topology = ""
     if shutil.which("nvidia-smi") is not None:
@@ -106,27 +106,27 @@ def gather_node_facts(
 
 
 def parse_nvidia_smi_gpus(nvidia_smi_output: str) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """Version of the driver and the GPUs in the lines of nvidia-smi. Pure."""
+    """Parse the driver's version and the GPUs from the lines of nvidia-smi. Pure."""
     rows = split_csv(nvidia_smi_output)
     gpus = tuple((name, int(memory) if memory.isdigit() else 0) for _, name, memory in rows)
     return rows[0][0] if rows else "", gpus
 
 
 def has_nvlink(topology: str) -> bool:
-    """True if a matrix of `nvidia-smi topo -m` joins GPUs by NVLink (as NV18). Pure."""
+    """Return whether a matrix of `nvidia-smi topo -m` has NVLink between GPUs (as NV18). Pure."""
     return bool(re.search(r"^GPU\d+\s.*\bNV\d+\b", topology, re.MULTILINE))
 
 
 def read_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
-    """Facts from a role's Python, run with the variables of the role's processes."""
+    """Read facts in a role's Python, run with the variables of the role's processes."""
     program = ("-W", "ignore", "-c", _GPU_FACTS_SCRIPT)
     environ = {**os.environ, **variables}
     try:
-        found = ask_role(python, *program, environ=environ, timeout_s=PYTHON_TIMEOUT_S)
+        facts = ask_role(python, *program, environ=environ, timeout_s=PYTHON_TIMEOUT_S)
     except RolePythonError as error:
         late = f"importing torch and asking for GPUs took more than {PYTHON_TIMEOUT_S:.0f} s"
         return PythonFacts(role, python, error=late if error.is_late else str(error))
-    return PythonFacts(role, python, **found)
+    return PythonFacts(role, python, **facts)
 
 
 def _can_load_library(library: str) -> bool:
@@ -137,7 +137,7 @@ def _can_load_library(library: str) -> bool:
 
 
 def judge_facts(facts: NodeFacts, hca: str) -> Iterator[CheckResult]:
-    """All judgments of the node; `hca` names adapters that the site promises."""
+    """Judge all facts of the node; `hca` names the InfiniBand adapters of the site."""
     yield _judge_gpus(facts)
     yield _judge_driver(facts)
     for python in facts.pythons:
@@ -145,12 +145,12 @@ def judge_facts(facts: NodeFacts, hca: str) -> Iterator[CheckResult]:
     yield _judge_nccl(facts.pythons)
     yield _judge_rdma(facts, hca)
     limit = facts.memlock_bytes
-    found = "unlimited" if limit is None else f"a process may lock {limit / 2**30:.3g} GiB"
+    finding = "unlimited" if limit is None else f"a process may lock {limit / 2**30:.3g} GiB"
     if limit is None or not facts.adapters or limit >= MIN_MEMLOCK_BYTES:
-        yield ok("memlock", found)
+        yield ok("memlock", finding)
     else:
         hint = "ulimit -l unlimited; in slurm.conf PropagateResourceLimitsExcept=MEMLOCK"
-        yield fail("memlock", f"{found}: NCCL's connections over RDMA fail", hint)
+        yield fail("memlock", f"{finding}: NCCL's connections over RDMA fail", hint)
     if facts.nvcc:
         yield ok("nvcc", facts.nvcc)
     else:
@@ -176,22 +176,22 @@ def _judge_gpus(facts: NodeFacts) -> CheckResult:
         return fail("GPUs", f"{len(listed)} in the node, none visible here ({source})", hint)
     kinds = sorted({f"{name} with {memory_mib / 1024:.0f} GiB" for name, memory_mib in listed})
     links = ", joined by NVLink" if facts.has_nvlink else ""
-    found = f"{len(visible)} visible: {' and '.join(kinds) or 'of unknown kind'}{links}"
+    finding = f"{len(visible)} visible: {' and '.join(kinds) or 'of unknown kind'}{links}"
     if len(kinds) > 1:
-        return warn("GPUs", found, "a run waits for its slowest GPU: use nodes of one kind")
-    return ok("GPUs", found)
+        return warn("GPUs", finding, "a run waits for its slowest GPU: use nodes of one kind")
+    return ok("GPUs", finding)
 
 
 def _judge_driver(facts: NodeFacts) -> CheckResult:
     newest = max(MIN_DRIVER_BY_CUDA.values())
-    majors = {one.cuda.partition(".")[0] for one in facts.pythons if one.cuda}
+    majors = {python.cuda.partition(".")[0] for python in facts.pythons if python.cuda}
     floors = {MIN_DRIVER_BY_CUDA.get(int(major), newest) for major in majors if major.isdigit()}
     floor = max(floors, default=newest)
-    need = f"torch for CUDA {', '.join(sorted(majors)) or '13'} needs {floor} or newer"
+    requirement = f"torch for CUDA {', '.join(sorted(majors)) or '13'} needs {floor} or newer"
     if facts.driver and int(facts.driver.partition(".")[0]) >= floor:
-        return ok("driver", f"{facts.driver}; {need}")
+        return ok("driver", f"{facts.driver}; {requirement}")
     hint = "ask the administrators for a newer driver, or make environments for an older CUDA"
-    return fail("driver", f"{facts.driver or 'none'}; {need}", hint)
+    return fail("driver", f"{facts.driver or 'none'}; {requirement}", hint)
 
 
 def _judge_python(python: PythonFacts, visible_gpus: int) -> CheckResult:
@@ -200,21 +200,21 @@ def _judge_python(python: PythonFacts, visible_gpus: int) -> CheckResult:
     if python.error:
         return fail(name, f"{python.python}: {python.error}", hint)
     if not python.cuda:
-        found = f"torch {python.torch} of {python.python} computes on CPUs alone"
-        return fail(name, found, hint)
-    found = f"torch {python.torch} for CUDA {python.cuda} sees {python.gpus} GPUs"
+        finding = f"torch {python.torch} of {python.python} computes on CPUs alone"
+        return fail(name, finding, hint)
+    finding = f"torch {python.torch} for CUDA {python.cuda} sees {python.gpus} GPUs"
     if python.gpus < visible_gpus:
         return fail(
             name,
-            f"{found} of {visible_gpus}",
+            f"{finding} of {visible_gpus}",
             f"{python.python} -c 'import torch; torch.cuda.init()' says why; in a container, was "
             "it started with --nv?",
         )
-    return ok(name, found)
+    return ok(name, finding)
 
 
 def _judge_nccl(pythons: Sequence[PythonFacts]) -> CheckResult:
-    """The two ends of a weight broadcast must have one NCCL, which refuses another."""
+    """Compare the NCCL versions of both ends of a weight broadcast; NCCL refuses other versions."""
     versions = {python.role: python.nccl or "none" for python in pythons}
     listed = ", ".join(f"{role} {version}" for role, version in versions.items())
     hint = "scripts/setup.sh gpu makes both environments with one torch and one NCCL"

@@ -1,6 +1,6 @@
-"""Checks of this machine: what isolates programs that the model writes, and the file root.
+"""Checks of this machine: isolation of programs that the model writes, and the file root.
 
-The file root needs POSIX semantics and space; a short job on a node tells whether it is shared.
+The file root needs POSIX semantics and space; a short job tests whether compute nodes share it.
 """
 
 import fcntl
@@ -30,13 +30,13 @@ from areal_hpc.slurm.queue import QueuePoller, is_live_state
 from areal_hpc.slurm.states import explain_reason
 
 PROCESS_LIMIT_KERNEL = (5, 14)
-"""From it on the kernel counts a sandbox's processes apart from those of its user."""
+"""First kernel that counts a sandbox's processes apart from those of its user."""
 _NO_LIMIT_BYTES = 1 << 60
-"""Control groups of version 1 write a number near 2**63 for none."""
+"""Bound above which a limit means none: control groups of version 1 show a number near 2**63."""
 
 
 def check_program_isolation(subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Start an empty program and, if the recipe gives agents sandboxes, one of these."""
+    """Start an empty program and, if the recipe's agents have sandboxes, a sandbox."""
     try:
         check_programs_run()
     except ArealError as error:
@@ -60,8 +60,8 @@ def check_program_isolation(subject: DoctorSubject) -> Iterator[CheckResult]:
 def list_security_means(subject: DoctorSubject) -> Iterator[CheckResult]:
     runtimes = [name for name in find_installed_runtimes() if name != "none"]
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    given, missing = [f"sandboxes of {', '.join(runtimes) or 'nothing'}"], []
-    for is_given, means, without in (
+    present, missing = [f"sandboxes of {', '.join(runtimes) or 'nothing'}"], []
+    for is_present, means, consequence in (
         (has_user_namespaces(Path("/proc")), "user namespaces", "no sandbox starts"),
         (
             has_seccomp(Path("/proc"), platform.machine()),
@@ -79,11 +79,11 @@ def list_security_means(subject: DoctorSubject) -> Iterator[CheckResult]:
             "what a sandbox takes between two looks, twice a second, is not held",
         ),
     ):
-        if is_given:
-            given.append(means)
+        if is_present:
+            present.append(means)
         else:
-            missing.append(f"not here: {means}; {without}")
-    yield ok("means of isolation", "\n".join(["; ".join(given), *missing]))
+            missing.append(f"not here: {means}; {consequence}")
+    yield ok("means of isolation", "\n".join(["; ".join(present), *missing]))
 
 
 def has_user_namespaces(proc_dir: Path) -> bool:
@@ -96,18 +96,18 @@ def has_seccomp(proc_dir: Path, machine: str) -> bool:
 
 
 def has_memory_limit(membership: Path, cgroup_dir: Path) -> bool:
-    """True if a control group of this process, or one above it, limits memory.
+    """Return whether a control group of this process, or one above it, limits memory.
 
     Args:
-        membership: As `/proc/self/cgroup`, of version 1, 2 or both.
-        cgroup_dir: Where control groups are mounted.
+        membership: File like `/proc/self/cgroup`, of version 1, 2 or both.
+        cgroup_dir: Mount point of the control groups.
     """
     for line in membership.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers in ("", "memory"):
             file = "memory.limit_in_bytes" if controllers else "memory.max"
-            place = Path(name.lstrip("/"))
-            for folder in (place, *place.parents):
+            group = Path(name.lstrip("/"))
+            for folder in (group, *group.parents):
                 limit = _read_text(cgroup_dir / controllers / folder / file).strip()
                 if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
                     return True
@@ -125,13 +125,13 @@ MIN_FREE_BYTES = 1 << 30
 RECOMMENDED_FREE_BYTES = 50 << 30
 MIN_FREE_INODES = 10_000
 MAX_CLOCK_SKEW_S = 2.0
-"""Between a file's time and this node's clock."""
+"""Maximum difference between a new file's time and this node's clock."""
 LOCAL_FILE_SYSTEMS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs", "overlay", "zfs"}
 """File systems that other nodes see only if this node exports them."""
 JOB_TIMEOUT_S = 300.0
 JOB_POLL_S = 2.0
 FILE_VISIBLE_TIMEOUT_S = 60
-"""For a file to be seen on another node: NFS caches directories for up to a minute."""
+"""Time until other nodes see a file: NFS caches directories for up to a minute."""
 
 _VISIBILITY_SCRIPT = """#!/bin/bash
 cd {folder} || exit 1
@@ -169,24 +169,24 @@ def check_storage(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def check_shared_root(subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Whether other nodes see the file root; none has to where Slurm is not meant."""
+    """Check that other nodes see the file root, unless Slurm is not used."""
     fileroot = subject.resolve_fileroot()
     is_answering = not subject.slurm_answer.outage
     if subject.may_submit_storage_job and is_answering:
         options = subject.slurm.get_options_of_job("trainer")
         yield check_storage_by_job(fileroot, options, subject.print_line)
     elif (subject.involves_slurm or is_answering) and fileroot.exists():
-        words = ["stat", "--file-system", "--format=%T", str(fileroot)]
-        answer = subprocess.run(words, capture_output=True, text=True, check=False)
-        kind = answer.stdout.strip() or "unknown"
-        what = "cannot tell from this node whether it is shared"
+        command = ["stat", "--file-system", "--format=%T", str(fileroot)]
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        kind = completed.stdout.strip() or "unknown"
+        finding = "cannot tell from this node whether it is shared"
         if kind in LOCAL_FILE_SYSTEMS:
-            what = "looks like a local file system"
-        yield warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
+            finding = "looks like a local file system"
+        yield warn("shared", f"{kind}: {finding}", "--check-node asks a compute node")
 
 
 def _check_rename(folder: Path) -> CheckResult:
-    """Rename over a file, sync a file and its folder, create exclusively."""
+    """Test renaming over a file, syncing a file and its folder, and exclusive creation."""
     old, new = folder / "old", folder / "new"
     try:
         old.write_bytes(b"old")
@@ -257,7 +257,7 @@ def check_storage_by_job(
     print_line: Callable[[str], None],
     timeout_s: float = JOB_TIMEOUT_S,
 ) -> CheckResult:
-    """Let a compute node answer a question that it reads in the file root."""
+    """Submit a job that copies a token from one file in the file root to another."""
     folder = fileroot / f".doctor-job.{secrets.token_hex(4)}"
     question, answer, token = folder / "question", folder / "answer", secrets.token_hex(16)
     script = _VISIBILITY_SCRIPT.format(
@@ -276,7 +276,7 @@ def check_storage_by_job(
         job_id = printed.split(";")[0].strip()
         print_line(f"job {job_id} was submitted; waiting for its answer")
         await_answer(job_id, answer, timeout_s)
-        found, node = [*answer.read_text().split(), "?", "?"][:2]
+        copied_token, node = [*answer.read_text().split(), "?", "?"][:2]
     except TimeoutError as error:
         return warn("shared", str(error), "try again when nodes are free")
     except OSError as error:
@@ -289,14 +289,14 @@ def check_storage_by_job(
             with suppress(ClusterError):
                 run_slurm_command("scancel", "--quiet", job_id)
         shutil.rmtree(folder, ignore_errors=True)
-    if found != token:
+    if copied_token != token:
         return fail("shared", f"{node} sees different content", "use another file system")
-    place = "the same node" if node == socket.gethostname() else node
-    return ok("shared", f"{place} saw the file, and its answer is visible here")
+    reader = "the same node" if node == socket.gethostname() else node
+    return ok("shared", f"{reader} saw the file, and its answer is visible here")
 
 
 def await_answer(job_id: str, answer: Path, timeout_s: float) -> None:
-    """Wait until a job has left its answer."""
+    """Wait until a job has written its answer."""
     queue, waits_for = QueuePoller(), "it did not start"
     give_up_at, ended_at = time.monotonic() + timeout_s, None
     while time.monotonic() < give_up_at:

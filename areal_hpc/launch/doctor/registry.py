@@ -1,4 +1,4 @@
-"""Registry of doctor's checks; each is run by itself, whatever became of the others."""
+"""Registry of the checks of `areal-hpc doctor`; a failure in one does not stop the others."""
 
 import logging
 import platform
@@ -59,7 +59,7 @@ def check_interpreters(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[C
             yield fail(name, problem.message, problem.hint)
         if not problems and isinstance(answer, PythonDescription):
             versions = {"python": answer.version, **answer.packages}
-            yield ok(name, ", ".join(f"{package} {one}" for package, one in versions.items()))
+            yield ok(name, ", ".join(f"{package} {text}" for package, text in versions.items()))
 
 
 def check_recipe_inputs(subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -84,7 +84,7 @@ class DoctorCheck:
     name: str
     run: Callable[[DoctorSubject], Iterable[CheckResult]]
     needs: tuple[CheckPrerequisite, ...] = ()
-    """Left out without one of these: a slurmctld that answers, a recipe, a file root."""
+    """Prerequisites: a slurmctld that answers, a recipe, a file root. Else the check is skipped."""
 
 
 CHECKS = (
@@ -102,7 +102,7 @@ CHECKS = (
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),
 )
-"""Every check, in the order in which results are listed. A new one is added here."""
+"""All checks, in the order of their results. Add a new check here."""
 
 
 def run_checks(
@@ -110,7 +110,7 @@ def run_checks(
     gpu_plan: GpuCheckPlan | None = None,
     checks: Sequence[DoctorCheck] = CHECKS,
 ) -> list[CheckResult]:
-    """Results of all checks whose facts there are. One that raises has failed, and no other."""
+    """Run all checks whose prerequisites are met; a check that raises an error has failed."""
     results: list[CheckResult] = []
     if gpu_plan is not None:
         checks = (
@@ -149,7 +149,7 @@ def _run_check(check: DoctorCheck, subject: DoctorSubject) -> Iterator[CheckResu
 
 
 def write_evidence(path: Path, results: Sequence[CheckResult]) -> None:
-    """Write `doctor --json`, for an issue or a script. It has no values of the environment."""
+    """Write the file of `doctor --json` for an issue or a script, without environment variables."""
     repository = read_repository(Path(__file__).parent)
     evidence: dict[str, Any] = {
         "areal_hpc": areal_hpc.__version__,

@@ -1,4 +1,4 @@
-"""Results of doctor's checks, and the subject that is checked."""
+"""Results of the checks of `areal-hpc doctor`, and the subject of these checks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from areal_hpc.slurm.commands import has_slurm, run_slurm_command
 class CheckStatus(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """A run may work, though not as well as it could, or it could not be found out."""
+    """A run may work, but worse than it could; or the check could not find out."""
     FAIL = "fail"
 
 
@@ -59,7 +59,7 @@ def format_checks(checks: Sequence[CheckResult]) -> list[str]:
 class SlurmAnswer:
     settings: Mapping[str, str] = field(default_factory=dict)
     outage: str = ""
-    """Why there was none; empty if there was one."""
+    """Reason why Slurm did not answer; empty if it did."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DoctorSubject:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     fileroot: Path | None = None
     has_site: bool = False
-    """A site file was given: its user means to submit."""
+    """Whether a site file was given: its user means to submit."""
     may_submit_storage_job: bool = False
     print_line: Callable[[str], None] = print
 
@@ -87,7 +87,7 @@ class DoctorSubject:
         try:
             shown = run_slurm_command("scontrol", "show", "config")
         except ClusterError as error:
-            # Where there is no cluster, Slurm prints all of its search for one; the end says it.
+            # Without a cluster Slurm prints each step of its search; the last line has the result.
             return SlurmAnswer(outage=error.problems[0].message.splitlines()[-1])
         pairs = (line.partition("=") for line in shown.splitlines() if " = " in line)
         return SlurmAnswer({name.strip(): value.strip() for name, _, value in pairs})

@@ -1,4 +1,4 @@
-"""Checks of Slurm: commands, partitions, limits, containers, whether it takes the jobs."""
+"""Checks of Slurm: its commands, partitions, limits and containers, and a test submission."""
 
 import getpass
 import re
@@ -63,7 +63,7 @@ def check_accounting(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
-    """State and time limit of each partition, what a preemption there does, and who may submit."""
+    """Check each partition's state, time limit, preemption mode, and nodes that may submit jobs."""
     slurm, minutes_by_partition = subject.slurm, dict[str, int]()
     for options in get_sample_options(slurm).values():
         minutes = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
@@ -99,20 +99,20 @@ def _judge_partition(
 
 
 def parse_slurm_time(text: str) -> int | None:
-    """Seconds of `days-hours:minutes:seconds`; None for UNLIMITED."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if not found:
+    """Convert `days-hours:minutes:seconds` to seconds; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def get_sample_options(slurm: SlurmConfig) -> dict[str, JobOptions]:
-    found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
+    options = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options_of_job(EVALUATION_CELL)
-    if evaluation != found[format_cell_name(0)]:
-        found[EVALUATION_CELL] = evaluation
-    return found
+    if evaluation != options[format_cell_name(0)]:
+        options[EVALUATION_CELL] = evaluation
+    return options
 
 
 def read_partition(partition_name: str) -> dict[str, str]:
@@ -121,7 +121,7 @@ def read_partition(partition_name: str) -> dict[str, str]:
 
 
 def judge_preemption(partition_or_qos: str, preempt_mode: str, grace_s: int) -> CheckResult:
-    """Say what a job of higher priority does to a job of a partition or QOS."""
+    """Judge the effect of a job of higher priority on the jobs of a partition or QOS."""
     name, mode = f"preemption {partition_or_qos}", preempt_mode.split(",")[0]
     if mode in ("OFF", "DISABLED"):
         return ok(name, "jobs there are not preempted")
@@ -149,16 +149,16 @@ def judge_submission_from_jobs(
     if submitting_nodes == "ALL":
         return ok(name, "jobs may submit jobs")
     requeues = "no-requeue" not in slurm.sbatch
-    which = "that Slurm cannot requeue" if requeues else "that ends early (no-requeue)"
+    kind = "that Slurm cannot requeue" if requeues else "that ends early (no-requeue)"
     return warn(
         name,
-        f"only {submitting_nodes} may submit jobs: no job of the run submits one {which}",
+        f"only {submitting_nodes} may submit jobs: no job of the run submits one {kind}",
         "keep `areal-hpc caretaker RUN` running on one of those nodes (tmux, or a service)",
     )
 
 
 def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
-    """Ask by `sbatch --test-only`, which submits nothing, whether Slurm takes the jobs."""
+    """Check by `sbatch --test-only`, which submits nothing, that Slurm accepts the jobs."""
     arguments_by_job: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for job, text in _render_sample_scripts(subject).items():
@@ -187,7 +187,7 @@ def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
 def _render_sample_scripts(subject: DoctorSubject) -> dict[str, str]:
     scripts: dict[str, str] = {}
     for request in subject.job_requests:
-        # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
+        # Dependencies are left out: Slurm has no ids of those jobs yet. One cell stands for all.
         is_first_cell = is_training_cell_job(request.job) and not any(
             map(is_training_cell_job, scripts)
         )
@@ -198,7 +198,7 @@ def _render_sample_scripts(subject: DoctorSubject) -> dict[str, str]:
 
 
 def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
-    """The options of sbatch that decide whether it takes a job and where the job lands."""
+    """Return the sbatch options that decide whether Slurm accepts a job and on which nodes."""
     partition = (f"--partition={options.partition}",) if options.partition else ()
     flags = {name: value for name, value in options.sbatch.items() if name not in SHARE_FLAGS}
     return (*partition, *format_flags(flags))
@@ -209,10 +209,10 @@ def check_container(subject: DoctorSubject) -> Iterator[CheckResult]:
     if container.kind == "none":
         return
     if container.kind == "apptainer":
-        found = shutil.which("apptainer") or shutil.which("singularity")
+        program = shutil.which("apptainer") or shutil.which("singularity")
         hint = "srun -n1 which apptainer; a module load among slurm.setup"
         missing = "is not on this node; it may be on compute nodes"
-        yield ok("apptainer", found) if found else warn("apptainer", missing, hint)
+        yield ok("apptainer", program) if program else warn("apptainer", missing, hint)
     elif "--container-image" in run_slurm_command("srun", "--help"):
         yield ok("pyxis", "srun knows --container-image")
     else:
@@ -231,8 +231,8 @@ def check_container(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
-    kinds = (slurm, *slurm.jobs.values())
-    names = [name for kind in kinds for flags in (kind.sbatch, kind.srun) for name in flags]
+    parts = (slurm, *slurm.jobs.values())
+    names = [name for part in parts for flags in (part.sbatch, part.srun) for name in flags]
     if slurm.container.kind == "pyxis" and "gpus-per-task" in names:
         yield warn(
             "GPUs by task",
@@ -242,13 +242,13 @@ def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
 
 
 def judge_commands_in_container(slurm: SlurmConfig) -> CheckResult:
-    what = "Slurm in containers"
+    name = "Slurm in containers"
     if any("munge" in mount for mount in slurm.container.mounts):
         return ok(
-            what, "munge is mounted: jobs can ask for another start if the image has scontrol"
+            name, "munge is mounted: jobs can ask for another start if the image has scontrol"
         )
     return warn(
-        what,
+        name,
         "munge is not among container.mounts: a job that ends early cannot ask for another start",
         "mount /run/munge and Slurm's commands and configuration, or keep "
         "`areal-hpc caretaker RUN` running on a login node",
@@ -265,15 +265,15 @@ _QOS_COLUMNS = ("name", "maxsubmitjobspu", "maxsubmitjobspa", "grpsubmitjobs", "
 @dataclass(frozen=True, slots=True)
 class AccountingLimit:
     owner: str
-    """Whose limit it is: `QOS normal`, `account physics`."""
+    """Owner of the limit: `QOS normal`, `account physics`."""
     max_jobs: int | None
     max_minutes: int | None
     requests: tuple[JobRequest, ...]
 
     @property
     def wanted_jobs(self) -> int:
-        # A run goes without a caretaker behind its jobs where that would be one too many.
-        return sum(one.job != CARETAKER_JOB for one in self.requests)
+        # A run does without a caretaker behind its jobs if that exceeds the limit.
+        return sum(request.job != CARETAKER_JOB for request in self.requests)
 
 
 def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -287,11 +287,11 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
         if limit.max_jobs is not None:
             yield judge_job_limit(limit.owner, limit.max_jobs, limit.wanted_jobs, queued)
         for request in limit.requests:
-            asked = request.shape.time_limit_minutes
-            if limit.max_minutes is not None and asked > limit.max_minutes:
+            needed = request.shape.time_limit_minutes
+            if limit.max_minutes is not None and needed > limit.max_minutes:
                 yield fail(
                     f"time limit {request.job}",
-                    f"the job asks for {asked} min; {limit.owner} allows {limit.max_minutes} min: "
+                    f"the job asks for {needed} min; {limit.owner} allows {limit.max_minutes} min: "
                     "it is refused or never starts",
                     f"cluster.slurm.time_limit_minutes={limit.max_minutes}; the run continues in "
                     "the next job",
@@ -302,8 +302,8 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
     settings = subject.slurm_answer.settings
-    every = get_sample_options(subject.slurm).values()
-    names = {options.sbatch.get("qos") for options in every} - {None}
+    sample_options = get_sample_options(subject.slurm).values()
+    names = {options.sbatch.get("qos") for options in sample_options} - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
     for row in _query_sacctmgr_table("qos", ("name", "preemptmode", "gracetime")):
@@ -316,20 +316,20 @@ def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def judge_job_limit(owner: str, max_jobs: int, wanted_jobs: int, queued_jobs: int) -> CheckResult:
-    found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted_jobs}"
+    finding = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted_jobs}"
     if wanted_jobs > max_jobs:
         hint = "fewer cells, or another QOS"
-        return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
+        return fail("job limits", f"{finding}: sbatch refuses some, and so none is submitted", hint)
     if wanted_jobs + queued_jobs > max_jobs:
         hint = f"submit when {wanted_jobs + queued_jobs - max_jobs} have ended"
-        return warn("job limits", f"{found}, and {queued_jobs} of yours are there", hint)
+        return warn("job limits", f"{finding}, and {queued_jobs} of yours are there", hint)
     if wanted_jobs == max_jobs:
         return warn(
             "job limits",
-            f"{found}, so that no caretaker can wait behind them",
+            f"{finding}, so that no caretaker can wait behind them",
             "one cell fewer; else a person resumes the run when all of its jobs end at once",
         )
-    return ok("job limits", found)
+    return ok("job limits", finding)
 
 
 def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingLimit]:
@@ -338,8 +338,10 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
         "defaultaccount"
     ]
     account_by_job = {
-        one.job: str(one.parameters["additional_parameters"].get("account", default_account))
-        for one in requests
+        request.job: str(
+            request.parameters["additional_parameters"].get("account", default_account)
+        )
+        for request in requests
     }
     accounts = ",".join(sorted(set(account_by_job.values())))
     default_qos: dict[str, str] = {}
@@ -348,25 +350,26 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
             continue
         if row["user"]:
             default_qos[row["account"]] = row["defaultqos"]
-        mine = [
-            one
-            for one in requests
-            if account_by_job[one.job] == row["account"]
-            and row["partition"] in ("", one.parameters.get("partition"))
+        matches = [
+            request
+            for request in requests
+            if account_by_job[request.job] == row["account"]
+            and row["partition"] in ("", request.parameters.get("partition"))
         ]
         number = row["maxsubmitjobs" if row["user"] else "grpsubmitjobs"]
-        yield from _build_limits(f"account {row['account']}", number, row["maxwall"], mine)
+        yield from _build_limits(f"account {row['account']}", number, row["maxwall"], matches)
     jobs_by_qos: dict[str, list[JobRequest]] = {}
-    for one in requests:
-        flags = one.parameters["additional_parameters"]
-        own = str(flags.get("qos", default_qos.get(account_by_job[one.job], "")))
-        for name in {own, _query_partition_qos(str(one.parameters.get("partition", "")))} - {""}:
-            jobs_by_qos.setdefault(name, []).append(one)
+    for request in requests:
+        flags = request.parameters["additional_parameters"]
+        own = str(flags.get("qos", default_qos.get(account_by_job[request.job], "")))
+        partition_qos = _query_partition_qos(str(request.parameters.get("partition", "")))
+        for name in {own, partition_qos} - {""}:
+            jobs_by_qos.setdefault(name, []).append(request)
     for row in _query_sacctmgr_table("qos", _QOS_COLUMNS):
-        mine, owner = jobs_by_qos.get(row["name"], []), f"QOS {row['name']}"
-        yield from _build_limits(owner, row["maxsubmitjobspu"], row["maxwall"], mine)
+        matches, owner = jobs_by_qos.get(row["name"], []), f"QOS {row['name']}"
+        yield from _build_limits(owner, row["maxsubmitjobspu"], row["maxwall"], matches)
         for column in ("maxsubmitjobspa", "grpsubmitjobs"):
-            yield from _build_limits(owner, row[column], "", mine)
+            yield from _build_limits(owner, row[column], "", matches)
 
 
 def _build_limits(
