@@ -1,6 +1,7 @@
 """Agent for Harbor's tasks with the OpenAI SDK: the model runs commands, the task's tests judge.
 
-It needs `train_dataset: {harbor: PATH}` and a sandbox, such as `rollout.agent.isolation: bwrap`.
+It needs a folder of such tasks as `train_dataset.path`, and a sandbox, such as
+`rollout.agent.isolation: bwrap`.
 """
 
 import asyncio

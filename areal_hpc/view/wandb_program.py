@@ -1,7 +1,7 @@
 """Tracker program of Weights & Biases: write an offline run, which `wandb sync` uploads later.
 
 It runs in a Python of its own with wandb and the standard library; `sync.py` has the format of its
-standard input. All parts have one run id, so `wandb sync --append` makes one run of them.
+standard input. All parts have one run id, so `wandb sync` makes one run of them.
 """
 
 import json

@@ -120,7 +120,7 @@ class RunData:
 
     @cached_property
     def spans(self) -> Columns:
-        """A row per span: process, node, lane, name, Unix times of the ledger's node, facts."""
+        """A row per span: process, node, lane, name, Unix times by its node's clock, facts."""
         rows = [
             {"process": process.name, "node": process.node, "lane": span.lane, "name": span.name}
             | {"begin": span.begin, "end": span.end}
