@@ -45,7 +45,8 @@ GPU_VARIABLES = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
 """Variables of every process that uses GPUs."""
-NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
+NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", NVLS_VARIABLE: "0"}
 """SGLang's defaults, for both ends of a weight broadcast: with different values each end makes
 memory handles that the other cannot open (sglang/srt/entrypoints/engine.py)."""
 TRAINER_GPU_VARIABLES = {
@@ -104,10 +105,19 @@ def _get_environment_python(checkout: Path, role: str) -> Path:
 
 
 def build_role_variables(
-    recipe: Recipe, shared_variables: Mapping[str, str] | None = None
+    recipe: Recipe,
+    shared_variables: Mapping[str, str] | None = None,
+    *,
+    trainer_is_apart: bool = False,
 ) -> dict[str, dict[str, str]]:
-    """Build the variables of each role's processes, without those that the recipe names."""
+    """Build the variables of each role's processes, without those that the recipe names.
+
+    A trainer that shares no node with servers may reduce in NVLink's switches (NVLS). NCCL switches
+    it off in groups with servers, which do not.
+    """
     by_role = get_computing_variables(recipe.trainer.device)
+    if trainer_is_apart:
+        by_role["train"].pop(NVLS_VARIABLE, None)
     by_role["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
     if recipe.cluster.prometheus:
         for role in ("train", "agents"):

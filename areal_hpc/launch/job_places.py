@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Self
 
@@ -323,10 +323,12 @@ class HeldAllocation(ThisMachine):
             heartbeat_path=str(paths.allocation_note),
             interface=network.interface,
         )
+        others = [one.nodes for name, one in self._placed.items() if name != spec.name]
         launch = self._prepared_run.build_launch_file(
             spec,
             self._recipe,
             network.build_environment_variables(),
+            has_own_nodes=set(placement.nodes).isdisjoint(chain(*others)),
             step=step,
             # For a step without GPUs Slurm sets no variable: its processes would see the node's.
             gpus=None if placement.gpus_per_node else [[]] * placement.tasks,

@@ -105,6 +105,8 @@ class PreparedRun:
         spec: JobSpec,
         recipe: Recipe,
         shared_variables: Mapping[str, str] | None = None,
+        *,
+        has_own_nodes: bool = False,
         **added: Any,
     ) -> LaunchFile:
         """Build the file that a job's supervisors read; `added` are further fields."""
@@ -115,7 +117,9 @@ class PreparedRun:
             log_dir=str(paths.log_dir(self.attempt)),
             events=str(paths.events),
             pythons=self.pythons,
-            variables=build_role_variables(recipe, shared_variables),
+            variables=build_role_variables(
+                recipe, shared_variables, trainer_is_apart=has_own_nodes
+            ),
             recipe=str(paths.recipe),
             umask=UMASKS[cluster.readable_by],
             stop_grace_s=cluster.stop_grace_s,

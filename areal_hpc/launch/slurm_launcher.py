@@ -34,7 +34,12 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.batch_script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.batch_script import (
+    JobRequest,
+    RunContext,
+    build_job_requests,
+    compute_resources,
+)
 from areal_hpc.slurm.script_submission import (
     build_caretaker_dependency,
     release_jobs,
@@ -341,15 +346,21 @@ def _build_launch_file(
     spec: JobSpec, stage: JobStage, recipe: Recipe, prepared_run: PreparedRun
 ) -> LaunchFile:
     network = recipe.cluster.slurm.network
-    sbatch_flags = recipe.cluster.slurm.get_options_of_job(spec.name).sbatch
+    options = recipe.cluster.slurm.get_options_of_job(spec.name)
     info = SlurmLaunchInfo(
-        excluded_by_recipe=str(sbatch_flags.get("exclude", "")),
+        excluded_by_recipe=str(options.sbatch.get("exclude", "")),
         interface=network.interface,
         progress=str(stage.progress or prepared_run.paths.metrics),
         done_marker=str(stage.done_marker),
     )
-    variables = network.build_environment_variables()
-    return prepared_run.build_launch_file(spec, recipe, variables, slurm=info)
+    takes_all_gpus = compute_resources(spec, options).gpus_per_node == options.gpus_per_node
+    return prepared_run.build_launch_file(
+        spec,
+        recipe,
+        network.build_environment_variables(),
+        has_own_nodes=takes_all_gpus or options.sbatch.get("exclusive") is True,
+        slurm=info,
+    )
 
 
 def build_afterok_dependency(job_ids: Sequence[str]) -> str:

@@ -27,6 +27,15 @@ def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:
     assert variables["agents"] == {"AREAL_HPC_REWARD_ISOLATION": "bwrap"}
 
 
+def test_a_trainer_that_shares_no_node_with_servers_reduces_in_switches() -> None:
+    recipe = load_recipe(GPU_RECIPE)
+    among_servers = build_role_variables(recipe)
+    apart = build_role_variables(recipe, trainer_is_apart=True)
+    assert among_servers["train"] == apart["train"] | {"NCCL_NVLS_ENABLE": "0"}
+    assert "NCCL_NVLS_ENABLE" not in apart["train"]
+    assert (apart["serve"], apart["agents"]) == (among_servers["serve"], among_servers["agents"])
+
+
 def test_a_site_adds_its_own_and_a_cpu_needs_none() -> None:
     variables = build_role_variables(load_recipe(GPU_RECIPE), {"NCCL_SOCKET_IFNAME": "ib0"})
     assert {role["NCCL_SOCKET_IFNAME"] for role in variables.values()} == {"ib0"}

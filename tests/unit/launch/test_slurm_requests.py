@@ -105,6 +105,28 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "slurm", "switches_are_used"),
+    [
+        (8, "{gpus_per_node: 8}", True),
+        (4, "{gpus_per_node: 8}", False),
+        (4, "{gpus_per_node: 8, sbatch: {exclusive: true}}", True),
+        (4, "{gpus_per_node: 8, sbatch: {exclusive: user}}", False),
+    ],
+)
+def test_only_a_trainer_with_nodes_of_its_own_reduces_in_their_switches(
+    tmp_path: Path, ranks: int, slurm: str, switches_are_used: bool
+) -> None:
+    settings = ("trainer.device=cuda", f"trainer.parallel.dp={ranks}", f"cluster.slurm={slurm}")
+    settings += ("cluster.slurm.jobs.trainer.sbatch.ntasks-per-node=false",)
+    found = recipe(tmp_path, *settings)
+    paths = RunPaths(found.run_dir)
+    stages = plan_run(found, paths)
+    ready = PreparedRun(paths, 1, get_interpreters(found), stages)
+    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], found, ready)
+    assert ("NCCL_NVLS_ENABLE" not in launch.variables["train"]) == switches_are_used
+
+
 def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: apptainer, train: a.sif, serve: b.sif}"
     found = recipe(tmp_path, images, "cluster.agents.python=/mine/python")
