@@ -51,7 +51,9 @@ def learn(recipe: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.parametrize("recipe", ["disk_transport", "off_policy", "partial_groups"])
+@pytest.mark.parametrize(
+    "recipe", ["disk_transport", "lora_adapter", "off_policy", "partial_groups"]
+)
 def test_a_recipe_learns_and_raises_no_failure(recipe: str, tmp_path: Path) -> None:
     learn(f"variants/{recipe}", tmp_path)
 
