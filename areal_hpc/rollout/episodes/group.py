@@ -9,7 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.errors import AgentError, HttpStatusError, NodeResourceShortageError
+from areal_hpc.errors import (
+    AgentError,
+    ClusterError,
+    HttpStatusError,
+    NodeResourceShortageError,
+)
 from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.recipe.sections.rollout import RolloutConfig
@@ -136,6 +141,7 @@ class GroupPlayer:
             AgentError: Too few episodes succeeded.
             NodeResourceShortageError: The node lacked something for too long.
             RecipeError: The task's limits cannot be read.
+            ClusterError: The task is of an evaluation set that this process has not read of.
         """
         set_name, size, min_size = self._get_set_name(grant.ref), grant.n_episodes, 1
         if set_name == TRAIN:
@@ -161,7 +167,17 @@ class GroupPlayer:
         return self._find_rejection(self._tasks[TRAIN][grant.task_index], rewards)
 
     def _get_set_name(self, ref: TicketRef) -> str:
-        return TRAIN if ref.eval_step < 0 else self._set_names[split_ticket_id(ref.ticket_id)[0]]
+        if ref.eval_step < 0:
+            return TRAIN
+        number, _ = split_ticket_id(ref.ticket_id)
+        if number not in self._set_names:
+            raise ClusterError(
+                f"ticket {ref.ticket_id} is of evaluation set {number}; this driver's recipe has "
+                f"{', '.join(self._set_names.values()) or 'none'}",
+                key="evaluation.sets",
+                hint="submit the run again: a cell that starts anew reads the trainer's recipe",
+            )
+        return self._set_names[number]
 
     def _record(self, event: str, grant: TicketGrant, reason: str, **event_fields: Any) -> None:
         self._events.record(event, **build_ticket_facts(grant), **event_fields, reason=reason)

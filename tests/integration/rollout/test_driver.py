@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.evaluation.set_names import TICKETS_PER_SET
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.sections.evaluation import (
     EvaluationConfig,
@@ -329,6 +330,14 @@ def test_an_evaluation_has_its_own_agent_and_is_kept_apart_from_tickets(tmp_path
     assert {one.sampling.temperature for one in held_out} == {0.0}
     assert sorted(one.task_index for one in held_out) == [*range(6)]
     assert not any(one.disposable for one in cell.sessions)
+
+
+def test_a_driver_that_does_not_know_a_set_ends_and_names_it(tmp_path: Path) -> None:
+    unknown = TicketGrant(TicketRef(7 * TICKETS_PER_SET, 0, 5), 0, 0, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        Cell(tmp_path, Steady(), [unknown]).run()
+    expected = "is of evaluation set 7; this driver's recipe has valid, aime"
+    assert caught.group_contains(ClusterError, match=expected)
 
 
 @pytest.mark.parametrize("grants", [tickets(1), evaluations(2)], ids=["train", "valid"])
