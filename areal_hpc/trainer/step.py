@@ -39,7 +39,7 @@ from areal_hpc.trainer.model.logprobs import (
     consume_logits_into_token_logprobs,
 )
 from areal_hpc.trainer.model.policy import Network, TrainedNetwork
-from areal_hpc.trainer.objective.custom_loss import CustomLoss, TokenRowMap
+from areal_hpc.trainer.objective.custom_loss import CustomLoss
 from areal_hpc.trainer.objective.loss_stats import (
     STEP_HISTOGRAM_BINS,
     STEP_MAXIMUM_NAMES,
@@ -53,6 +53,7 @@ from areal_hpc.trainer.objective.policy_loss import (
     compute_policy_loss,
     interpolate_logprobs,
 )
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from areal_hpc.trainer.optimizer import Optimizer, step_optimizer
 from areal_hpc.trainer.private_apis.megatron_private import ScoredTokenCritic
 from areal_hpc.wire.fault_points import fault_point

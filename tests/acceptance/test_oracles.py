@@ -23,13 +23,14 @@ from areal_hpc.trainer.objective.advantages import (
     compute_advantages,
     estimate_advantages,
 )
-from areal_hpc.trainer.objective.custom_loss import TokenRowMap, load_custom_loss
+from areal_hpc.trainer.objective.custom_loss import load_custom_loss
 from areal_hpc.trainer.objective.policy_loss import (
     compute_loss_aggregation_row_factors,
     compute_policy_loss,
     compute_value_loss,
     estimate_divergence,
 )
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from tests.support.environments import CHECKOUT
 from tests.support.oracle_cases import (
     ADVANTAGE_CASES,

@@ -19,8 +19,8 @@ from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.batch.packing import Channel, TrainingRow
 from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores, build_rows
-from areal_hpc.trainer.objective.custom_loss import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion

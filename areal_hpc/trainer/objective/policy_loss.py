@@ -30,7 +30,8 @@ from typing import Literal
 import torch
 
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
-from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs, TokenRowMap
+from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 
 LOSS_SUM_NAMES = (
     "loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl", "reference",

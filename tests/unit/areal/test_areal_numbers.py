@@ -12,8 +12,8 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.areal.translation import translate_to_recipe
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
-from areal_hpc.trainer.objective.custom_loss import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from tests.support.loss_reference import Tokens, make_tokens
 
 N_SAMPLES = 4

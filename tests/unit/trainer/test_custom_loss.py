@@ -11,13 +11,9 @@ import torch
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
-from areal_hpc.trainer.objective.custom_loss import (
-    LossInputs,
-    LossOutputs,
-    TokenRowMap,
-    load_custom_loss,
-)
+from areal_hpc.trainer.objective.custom_loss import LossInputs, LossOutputs, load_custom_loss
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from examples.objectives import lite_ppo, m2po, sapo
 from tests.support.loss_reference import Array, Tokens, make_tokens
 

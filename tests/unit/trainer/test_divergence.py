@@ -16,8 +16,8 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import BatchScores, build_rows
 from areal_hpc.trainer.objective.advantages import compute_reply_earnings
-from areal_hpc.trainer.objective.custom_loss import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_importance_weights
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.bias import SCENARIOS, compute_expected_gradient, measure, measure_cosine

@@ -10,7 +10,6 @@ import torch
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
-from areal_hpc.trainer.objective.custom_loss import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import (
     estimate_abs_diff_percentile,
     measure_engine_mismatch,
@@ -21,6 +20,7 @@ from areal_hpc.trainer.objective.policy_loss import (
     compute_policy_loss,
     interpolate_logprobs,
 )
+from areal_hpc.trainer.objective.token_rows import TokenRowMap
 from tests.support.loss_reference import Tokens, aggregate, loss_and_gradient, make_tokens
 
 AGGREGATIONS: list[dict[str, Any]] = [
