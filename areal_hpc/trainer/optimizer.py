@@ -296,17 +296,13 @@ class HostAdamW(AdamW):
 
     def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        gradients = parameter.grad.view(-1).split(self.chunk_elements)
         has_master = parameter in self._weights
         # Without master weights the model's own weights are stepped in place.
         weights = self._weights[parameter] if has_master else parameter.detach()
-        hosts = [
-            memory.view(-1).split(self.chunk_elements) for memory in self._host[parameter].values()
-        ]
+        tensors = (parameter.grad, weights, *self._host[parameter].values())
+        chunks = (one.view(-1).split(self.chunk_elements) for one in tensors)
         count = self.state[parameter]["step"]
-        for gradient, weight, *parts in zip(
-            gradients, weights.view(-1).split(self.chunk_elements), *hosts, strict=True
-        ):
+        for gradient, weight, *parts in zip(*chunks, strict=True):
             local = [torch.empty_like(gradient).copy_(part, non_blocking=True) for part in parts]
             _apply_adamw(local if has_master else [weight, *local], gradient, count.clone(), group)
             if has_master:

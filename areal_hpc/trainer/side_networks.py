@@ -221,7 +221,7 @@ def load_critic(
     critic = prepare_for_training(network, config.activations)
     reader = HfModelReader(model_dir, key)
     critic.weight_map = [item for item in critic.weight_map if item.megatron != OUTPUT_LAYER_NAME]
-    if reader.has_tensor(HEAD_TENSOR_NAME):  # else the head and all values start at 0
+    if HEAD_TENSOR_NAME in reader.list_tensor_names():  # else it and all values start at 0
         head = HfTensorSpec(HEAD_TENSOR_NAME, (1, arch.hidden))
         critic.weight_map.append(ParamMap(OUTPUT_LAYER_NAME, (head,), TpSplit.WHOLE))
     load_hf(critic, reader.read_tensor)

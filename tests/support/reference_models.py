@@ -65,6 +65,15 @@ DEEPSEEK_ROPE = {
 }
 TRANSFORMERS_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**HEADS_16, "sliding_window": 8}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "logits_scaling": 8.0,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.22,
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", WINDOWS),
     "gemma3": (

@@ -219,9 +219,6 @@ class HfModelReader:
     def list_tensor_names(self) -> list[str]:
         return list(self._file_of)
 
-    def has_tensor(self, tensor_name: str) -> bool:
-        return tensor_name in self._file_of
-
     def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
         """Read some rows or columns of one tensor, or all of it, to the CPU, and nothing else."""
         stored = self._open_file(tensor.name).get_slice(tensor.name)

@@ -57,9 +57,7 @@ def gather_rows(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole parameter on every rank, in `dtype` if it is divided. A collective."""
     if not isinstance(parameter, DTensor):
         return parameter
-    divided: Any = parameter.to(dtype)
-    whole: torch.Tensor = divided.full_tensor()
-    return whole
+    return parameter.to(dtype).full_tensor()  # type: ignore[no-any-return, attr-defined]
 
 
 def find_first_row(parameter: DTensor) -> int:

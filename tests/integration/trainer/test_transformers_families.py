@@ -204,7 +204,9 @@ def check_a_leaking_family(scenario: dict[str, Any], paths: RunPaths) -> None:
         transformers_modules.check_packing(config, torch.device("cpu"))
 
 
-def test_a_family_that_scales_its_logits_is_refused(ranks: RankServer, tmp_path: Path) -> None:
+def test_a_family_that_scales_its_logits_in_a_way_of_its_own_is_refused(
+    ranks: RankServer, tmp_path: Path
+) -> None:
     outcome = ranks.call(check_scaled_logits, RunPaths(tmp_path))
     assert outcome.codes == [0], outcome.log
 
@@ -212,8 +214,10 @@ def test_a_family_that_scales_its_logits_is_refused(ranks: RankServer, tmp_path:
 def check_scaled_logits(scenario: dict[str, Any], paths: RunPaths) -> None:
     from areal_hpc.trainer.model.families import transformers_modules
 
-    sizes = {**SIZES, "logits_scaling": 8.0}
-    config = json.dumps(transformers.GraniteConfig(**sizes).to_dict())
+    transformers_modules.check_packing(
+        json.dumps(hf_model("granite").config.to_dict()), torch.device("cpu")
+    )
+    config = json.dumps(transformers.CohereConfig(**SIZES, logit_scale=0.1).to_dict())
     with pytest.raises(RecipeError, match="packed rows differ from rows alone"):
         transformers_modules.check_packing(config, torch.device("cpu"))
 

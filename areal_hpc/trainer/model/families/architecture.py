@@ -351,15 +351,17 @@ def _find_problems_of_whole_layers(
 ) -> Iterator[Problem]:
     families = ", ".join(MEGATRON_MODEL_TYPES)
     trained, divided = arch.family, families
+    way_out = " (trainer.parallel.shard_parameters=true divides what a GPU cannot hold)"
     if arch.lora is not None:
         trained, divided = "an adapter (trainer.lora)", f"all weights of {families}"
+        way_out = ""
     for key in ("tp", "pp", "ep"):
         if getattr(parallel, key) > 1:
             yield Problem(
                 f"{trained} is trained with transformers' own layers, which are not divided; "
                 f"{key} is for {divided}",
                 f"trainer.parallel.{key}",
-                f"use trainer.parallel.{key}=1, and dp or cp in its place",
+                f"use trainer.parallel.{key}=1, and dp or cp in its place{way_out}",
             )
     if parallel.cp > 1 and arch.has_state_layers:
         yield Problem(

@@ -46,13 +46,13 @@ from areal_hpc.trainer.model.attention import (
     plan_varlen_attention,
 )
 from areal_hpc.trainer.model.families.architecture import StoredParameters
+from areal_hpc.trainer.model.families.weight_map import HfTensorSpec, TensorShape
 
 ATTENTION_NAME = "areal_hpc"
 """Name of this module's attention and mask in transformers' registries."""
 DELTA_RULE_NAMES = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 MAX_PACKING_GAP = 1e-4
 _CHECKED_VOCABULARY = 512
-TensorShape = tuple[int, ...]
 ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -125,6 +125,8 @@ def compute_scored_logits(
         logits = compute_logits(states_NH, head.weight)
     else:
         logits = head(states_NH)
+    if scaling := getattr(causal_lm.config, "logits_scaling", None):  # granite
+        logits = logits / scaling
     if cap := getattr(causal_lm.config, "final_logit_softcapping", None):
         logits = cap * torch.tanh(logits / cap)
     return logits[None]
@@ -244,15 +246,13 @@ def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     return hf_config
 
 
-def _find_delta_rule(module: torch.nn.Module) -> Any:
-    source = sys.modules[type(module).__module__]
-    is_state_layer = hasattr(module, "in_proj_a") or hasattr(module, "in_proj_ba")
-    return source if is_state_layer and hasattr(source, DELTA_RULE_NAMES[0]) else None
-
-
 def _split_delta_rule_by_row(decoder: PreTrainedModel) -> None:
     """Make the plain torch versions, which no package replaces, run row by row."""
-    for source in {code for module in decoder.modules() if (code := _find_delta_rule(module))}:
+    for module in decoder.modules():
+        source = sys.modules[type(module).__module__]
+        is_state_layer = hasattr(module, "in_proj_a") or hasattr(module, "in_proj_ba")
+        if not is_state_layer or not hasattr(source, DELTA_RULE_NAMES[0]):
+            continue
         rule, convolve = (getattr(source, name) for name in DELTA_RULE_NAMES)
         if getattr(rule, "keeps_to_rows", False):
             continue
@@ -383,15 +383,12 @@ class TensorNames:
         ]
         self._saving = [item.reverse_transform() for item in self._loading[::-1]]
 
-    def list_tensors(self) -> Iterator[tuple[str, TensorShape, list[tuple[str, TensorShape]]]]:
-        """Yield the name and shape of each parameter, and its names and shapes in a checkpoint."""
+    def list_tensors(self) -> Iterator[tuple[str, TensorShape, tuple[HfTensorSpec, ...]]]:
+        """Yield the name and shape of each parameter, and its tensors in a checkpoint."""
         for name, tensor in self._tensors.items():
             stored = self.to_stored(name, tensor)
-            yield (
-                name,
-                tuple(tensor.shape),
-                [(key, tuple(part.shape)) for key, part in stored.items()],
-            )
+            specs = tuple(HfTensorSpec(key, tuple(part.shape)) for key, part in stored.items())
+            yield name, tuple(tensor.shape), specs
 
     def to_stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Convert a parameter to its tensors in a checkpoint."""

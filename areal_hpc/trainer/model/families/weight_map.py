@@ -62,16 +62,17 @@ OUTPUT_LAYER_NAME = "output_layer.weight"
 def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
     """List every parameter of the network, first layer first. A tied head is not listed."""
     if arch.transformers_config:
+        names = _read_names(arch)
         return [
             ParamMap(
                 name,
-                tuple(HfTensorSpec(*spec) for spec in stored),
+                stored,
                 TpSplit.STACKED,
                 shape=shape,
-                is_buffer=name not in _read_names(arch).trained,
-                is_trained=arch.lora is None and name in _read_names(arch).trained,
+                is_buffer=name not in names.trained,
+                is_trained=arch.lora is None and name in names.trained,
             )
-            for name, shape, stored in _read_names(arch).list_tensors()
+            for name, shape, stored in names.list_tensors()
         ]
     words = (arch.vocab, arch.hidden)
     embed = HfTensorSpec("model.embed_tokens.weight", words)
