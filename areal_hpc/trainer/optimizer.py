@@ -239,10 +239,7 @@ class HostAdamW(AdamW):
         device: torch.device,
         chunk_elements: int,
     ) -> None:
-        """Make an optimizer one of this class, and move its state to the host.
-
-        `weights` are those of the model, by their master weights.
-        """
+        """Move an optimizer's state to the host; `weights` are the model's, by master weights."""
         # Not built anew: Megatron gave it tensors that are no leaves, which AdamW would refuse.
         adam.__class__ = cls
         assert isinstance(adam, cls)

@@ -9,12 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.errors import (
-    AgentError,
-    ClusterError,
-    HttpStatusError,
-    NodeResourceShortageError,
-)
+from areal_hpc.errors import AgentError, ClusterError, HttpStatusError, NodeResourceShortageError
 from areal_hpc.evaluation.set_names import split_ticket_id
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.recipe.sections.rollout import RolloutConfig
