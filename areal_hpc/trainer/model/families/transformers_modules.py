@@ -46,13 +46,13 @@ from areal_hpc.trainer.model.attention import (
     plan_varlen_attention,
 )
 from areal_hpc.trainer.model.families.architecture import StoredParameters
-from areal_hpc.trainer.model.families.weight_map import HfTensorSpec, TensorShape
 
 ATTENTION_NAME = "areal_hpc"
 """Name of this module's attention and mask in transformers' registries."""
 DELTA_RULE_NAMES = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 MAX_PACKING_GAP = 1e-4
 _CHECKED_VOCABULARY = 512
+TensorShape = tuple[int, ...]
 ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -383,11 +383,11 @@ class TensorNames:
         ]
         self._saving = [item.reverse_transform() for item in self._loading[::-1]]
 
-    def list_tensors(self) -> Iterator[tuple[str, TensorShape, tuple[HfTensorSpec, ...]]]:
-        """Yield the name and shape of each parameter, and its tensors in a checkpoint."""
+    def list_tensors(self) -> Iterator[tuple[str, TensorShape, list[tuple[str, TensorShape]]]]:
+        """Yield the name and shape of each parameter, and its names and shapes in a checkpoint."""
         for name, tensor in self._tensors.items():
             stored = self.to_stored(name, tensor)
-            specs = tuple(HfTensorSpec(key, tuple(part.shape)) for key, part in stored.items())
+            specs = [(key, tuple(part.shape)) for key, part in stored.items()]
             yield name, tuple(tensor.shape), specs
 
     def to_stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

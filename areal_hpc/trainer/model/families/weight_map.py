@@ -66,7 +66,7 @@ def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
         return [
             ParamMap(
                 name,
-                stored,
+                tuple(HfTensorSpec(*spec) for spec in stored),
                 TpSplit.STACKED,
                 shape=shape,
                 is_buffer=name not in names.trained,
