@@ -1,7 +1,7 @@
 """Reinforcement learning of LLM agents on Slurm clusters: the public API.
 
-Names are imported when they are first used: importing the package imports neither torch nor any
-other heavy module.
+Names are imported at their first use, so importing the package imports neither torch nor any other
+heavy module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_hpc.errors import (
     WeightSyncError,
 )
 
-__version__ = "0.1.0"  # a wheel has that of the tag it was built from
+__version__ = "0.1.0"  # a wheel has the version of its tag
 
 if TYPE_CHECKING:
     from areal_hpc.areal.ppo_trainer import PPOTrainer

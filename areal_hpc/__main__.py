@@ -1,4 +1,4 @@
-"""The `areal-hpc` command, which `python -m areal_hpc` is too."""
+"""Entry of the command `areal-hpc` and of `python -m areal_hpc`."""
 
 import signal
 import sys
@@ -6,7 +6,7 @@ import sys
 
 def main() -> None:
     try:
-        from areal_hpc.cli.main import main as run_command  # takes a while: Ctrl-C may come then
+        from areal_hpc.cli.main import main as run_command  # slow: Ctrl-C may come during it
 
         run_command()
     except KeyboardInterrupt:

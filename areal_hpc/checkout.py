@@ -1,10 +1,10 @@
-"""Where this package stands: in a checkout of its repository, or installed from a wheel."""
+"""Location of this package, in a checkout of its repository or installed from a wheel."""
 
 from pathlib import Path
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 EXTRAS = ("serve", "main", "camel")
-"""Extras of the package, each with the packages of one environment of that name."""
+"""Extras of the package; each installs the packages of the environment of that name."""
 
 
 def find_checkout() -> Path | None:
@@ -13,28 +13,28 @@ def find_checkout() -> Path | None:
 
 
 def get_shipped_dir() -> Path:
-    """The folder with the `recipes` and `examples` that ship with the package.
+    """Return the folder with the `recipes` and `examples` that ship with the package.
 
-    In a checkout it is the checkout. In a wheel it is inside the package: `setup.py` fills it.
+    It is the checkout, or a folder inside an installed package, which `setup.py` fills.
     """
     return find_checkout() or PACKAGE_DIR / "shipped"
 
 
 def format_install_command(environment: str) -> str:
-    """The command that makes one of the environments `serve`, `main` and `camel`."""
+    """Format the command that makes one of the environments `serve`, `main` and `camel`."""
     if environment not in EXTRAS:
         raise ValueError(f"expected one of {', '.join(EXTRAS)}, got {environment!r}")
     if find_checkout() is None:
         return f'pip install "areal-hpc[{environment}]"'
-    # `make setup` makes the two that every run needs.
+    # `make setup` makes both environments that every run needs.
     return f"scripts/setup.sh {environment}" if environment == "camel" else "make setup"
 
 
 def format_python_hint(python: str, environment: str) -> str:
-    """The command that makes an interpreter which is missing or lacks a package.
+    """Format the command that makes an interpreter which is missing or lacks a package.
 
-    It is that of the environment which the role has, unless the path is `.venvs/camel/bin/python`:
-    CAMEL's agents have one of their own.
+    The command makes the role's `environment`, unless the path is `.venvs/camel/bin/python`:
+    CAMEL's agents have an environment of their own.
     """
     is_camel = Path(python).parent.parent.name == "camel"
     return format_install_command("camel" if is_camel else environment)

@@ -1,9 +1,9 @@
-"""Every exception that areal_hpc raises on purpose, but for one.
+"""Exceptions of the project, except for one.
 
-Those below `ArealError` are told to a person or to a peer; their exit codes tell Slurm whether
-another attempt can help. The others are signals within a process, which nobody reports.
-`UnfinishedEngineCallError` of `proxy/engine/generation.py` carries a partial generation, and stands
-there.
+Subclasses of `ArealError` are reported to a person or to a peer, and their exit codes tell Slurm
+whether another attempt can help. The others are signals within a process and are not reported.
+The exception is `UnfinishedEngineCallError`, which carries a partial generation and stands in
+`proxy/engine/generation.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, where, and the one next step that fixes it."""
+    """Description of a fault: what is wrong, its place, and one step that may fix it."""
 
     message: str
     """Problem in words, with the value expected and the value found."""
     key: str = ""
-    """The configuration key or path at fault."""
+    """Configuration key or path at fault."""
     hint: str = ""
-    """One imperative: what to try."""
+    """Step to try, as an imperative."""
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -37,7 +37,7 @@ class Problem:
 
 
 class ArealError(Exception):
-    """Base of all errors raised on purpose. Survives pickling: submitit carries pickles."""
+    """Base of all reported errors. It can be pickled, because submitit pickles errors."""
 
     exit_code: ClassVar[int] = 70
 
@@ -47,15 +47,16 @@ class ArealError(Exception):
 
     @classmethod
     def from_problems(cls, problems: Iterable[Problem]) -> ArealError:
-        """One error that reports every problem at once."""
-        found = tuple(problems)
-        error = cls(found[0].message, key=found[0].key, hint=found[0].hint)
-        error.problems = found
-        error.args = ("\n".join(str(problem) for problem in found),)
+        """Build one error that reports every problem."""
+        all_problems = tuple(problems)
+        first = all_problems[0]
+        error = cls(first.message, key=first.key, hint=first.hint)
+        error.problems = all_problems
+        error.args = ("\n".join(str(problem) for problem in all_problems),)
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        # An exception's own form calls `__init__` with the message alone.
+        # The default would call `__init__` with the message only.
         return (_make_without_init, (type(self), self.args), self.__dict__)
 
 
@@ -64,58 +65,58 @@ def _make_without_init(cls: type[ArealError], args: tuple[object, ...]) -> Areal
 
 
 class RecipeError(ArealError):
-    """The recipe, a path it names, or the command line must change. Such a job is not requeued."""
+    """Fault in the recipe, in one of its paths, or in the command line. The job is not requeued."""
 
     exit_code = 78
 
 
 class ClusterError(ArealError):
-    """A node, a file system, a port or a peer let us down. Another attempt may succeed."""
+    """Failure of a node, a file system, a port or a peer. Another attempt may succeed."""
 
     exit_code = 75
 
 
 class IdleError(ClusterError):
-    """There was nothing to do for too long: the job gives its nodes back until it is wanted."""
+    """Lack of work for too long: the job releases its nodes until there is work again."""
 
     exit_code = 79
 
 
 class LostTrainerRankError(ClusterError):
-    """Another rank of the trainer vanished. Its end is the cause; this rank's is not counted."""
+    """Loss of another rank of the trainer. Only the end of that rank counts as a failure."""
 
     exit_code = 80
 
 
 class SlurmNotFoundError(ClusterError):
-    """There is no such command here, as within most containers."""
+    """Lack of a Slurm command on this machine, as within most containers."""
 
 
 class SlurmTimeoutError(ClusterError):
-    """A daemon of Slurm does not answer now. It may do so at the next try."""
+    """Timeout of a Slurm daemon. It may answer at the next attempt."""
 
 
 class SlurmCommandError(ClusterError):
-    """A daemon of Slurm answered, and refused."""
+    """Refusal by a Slurm daemon."""
 
 
 class NodeResourceShortageError(ClusterError):
-    """What an episode needs, this node does not have now: a process, memory, space, a task's files.
+    """Lack, on this node, of a process, memory, space or task files that an episode needs.
 
-    The episode is played again later, and its agent is not charged with it.
+    The episode is played again later, and does not count as a failure of its agent.
     """
 
 
 class SandboxStartError(NodeResourceShortageError):
-    """No sandbox starts on this node now, where some have not long ago: it is loaded."""
+    """Failure to start a sandbox on a node that started some recently: the node is overloaded."""
 
 
 class WorkerStartError(NodeResourceShortageError):
-    """No worker process starts on this node now."""
+    """Failure to start a worker process on this node."""
 
 
 class HttpStatusError(ClusterError):
-    """The peer answered, with a status that says no."""
+    """Error status in a peer's HTTP response."""
 
     def __init__(self, status: int, url: str, body: str) -> None:
         super().__init__(f"{url} answered {status}: {body[:500]}")
@@ -123,7 +124,7 @@ class HttpStatusError(ClusterError):
 
     @property
     def peer_message(self) -> str:
-        """What the peer said, without the JSON around it."""
+        """Error message of the peer, without the JSON around it."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(self.body)["error"]
             return str(error["message"] if isinstance(error, dict) else error)
@@ -131,26 +132,25 @@ class HttpStatusError(ClusterError):
 
 
 class WeightSyncError(ArealError):
-    """New weights did not reach a replica. The replica is fenced and gets a full resend."""
+    """Failure to send new weights to a replica. The replica is fenced and gets a full resend."""
 
     exit_code = 75
 
 
 class WeightStorageError(WeightSyncError):
-    """The shared storage did not take the weights. No replica has been touched."""
+    """Failure to write weights to the shared storage. All replicas are unchanged."""
 
 
 class ShardError(ArealError):
-    """Recorded data is damaged or is not what its index says."""
+    """Damage of recorded data, or a mismatch between data and index."""
 
     exit_code = 65
 
 
 class AgentError(ArealError):
-    """The user's agent failed; `key` is the line of its code, `FILE:LINE`, where that is known.
+    """Failure of the user's agent; `key` is the line of its code, `FILE:LINE`, if known.
 
-    It ends an episode, which is tried again. Only when the agent does nothing but fail does it end
-    the run.
+    It ends an episode, which is tried again. It ends the run only if all episodes fail.
     """
 
     def __init__(
@@ -158,26 +158,26 @@ class AgentError(ArealError):
     ) -> None:
         super().__init__(message, key=key, hint=hint)
         self.kind = kind
-        """The name of the exception that the agent raised, or one word for what it did instead."""
+        """Name of the exception that the agent raised, or one word for another failure."""
         self.trace = trace
-        """The end of the traceback; empty if nothing was raised."""
+        """End of the traceback; empty if the agent raised nothing."""
 
     @property
     def cause(self) -> str:
-        """Text that is the same for failures of the same kind in the same line."""
+        """Text that is equal for failures of the same kind in the same line."""
         return f"{self.kind} at {self.problems[0].key}"
 
 
 class WorkerLostError(AgentError):
-    """A worker process died during a call or a question. Another one takes its place."""
+    """Death of a worker process during a request. Another process replaces it."""
 
 
 class SandboxLostError(AgentError):
-    """The sandbox is gone: it used more than it may, or what ran in it ended it."""
+    """End of a sandbox: it exceeded a limit, or a program in it ended it."""
 
 
 class JobFailedError(ArealError):
-    """A job of the run failed. Carries the exit code of the process that decided it."""
+    """Failure of a job of the run; `code` is the exit code of the process that caused it."""
 
     def __init__(self, message: str, *, key: str = "", hint: str = "", code: int = 70) -> None:
         super().__init__(message, key=key, hint=hint)
@@ -185,7 +185,7 @@ class JobFailedError(ArealError):
 
 
 class RunInterruptedError(ArealError):
-    """The user asked for a stop; everything has stopped."""
+    """End of a run that the user stopped."""
 
     exit_code = 130
 
@@ -194,25 +194,25 @@ class RunInterruptedError(ArealError):
 
 
 class SupersededTrainerError(ArealError):
-    """A newer start of the trainer owns the run: this one must go without a trace."""
+    """End of a trainer that a newer start has replaced: it must write nothing more."""
 
     exit_code = 143
 
 
 class NonFiniteGradientError(ArealError):
-    """Gradients are not finite, and the run does not go on; the last checkpoint stands."""
+    """End of a run because of gradients that are not finite; the last checkpoint is kept."""
 
 
 class UntrainableBatchError(RecipeError):
-    """A batch cannot be trained as the recipe says; the last checkpoint stands."""
+    """Batch that cannot be trained with this recipe; the last checkpoint is kept."""
 
 
 class TeacherError(RecipeError):
-    """A server cannot be the teacher, or not any more; the last checkpoint stands."""
+    """Server that cannot be the teacher, or no longer; the last checkpoint is kept."""
 
 
 class LedgerRequestError(ArealError):
-    """The ledger refuses a request: it is wrong (400) or from a superseded trainer (409)."""
+    """Refusal by the ledger of an invalid request (400) or of a superseded trainer (409)."""
 
     def __init__(self, status: int, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -220,37 +220,37 @@ class LedgerRequestError(ArealError):
 
 
 class ProxyRequestError(ArealError):
-    """The proxy refuses a request, by its fault (4xx) or the moment's (5xx).
+    """Refusal by the proxy of an invalid request (4xx), or of any while it cannot serve it (5xx).
 
     `key` names the parameter at fault.
     """
 
     code: ClassVar[str | None] = None
-    """OpenAI's name of the error, where clients act on it."""
+    """OpenAI's code of the error, if clients act on it."""
     may_be_repeated: ClassVar[bool] = True
-    """False where clients that repeat calls after an error of the server should not."""
+    """Whether clients should repeat the call after an error of the server."""
     MAX_MESSAGE_CHARS: ClassVar[int] = 4000
-    """It may quote the request, which may be as long as 32 MiB."""
+    """Limit for messages that quote the request, which may have 32 MiB."""
 
     def __init__(self, status: int, message: str, *, key: str = "", hint: str = "") -> None:
-        most = self.MAX_MESSAGE_CHARS
-        super().__init__(message[:most], key=key[:most], hint=hint)
+        limit = self.MAX_MESSAGE_CHARS
+        super().__init__(message[:limit], key=key[:limit], hint=hint)
         self.status = status
 
     @property
     def message(self) -> str:
-        """One sentence, with the hint if there is one."""
+        """Sentence with the hint, if there is one."""
         problem = self.problems[0]
         return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
 
     @property
     def param(self) -> str | None:
-        """The parameter at fault."""
+        """Parameter at fault."""
         return self.problems[0].key or None
 
 
 class RepeatedlyFailedCallError(ProxyRequestError):
-    """A model call that engines failed at so often that it is taken to be at fault itself."""
+    """Model call at which engines failed so often that the call itself must be the cause."""
 
     may_be_repeated = False
 
@@ -259,9 +259,9 @@ class RepeatedlyFailedCallError(ProxyRequestError):
 
 
 class PromptTooLongError(ProxyRequestError):
-    """A prompt that leaves no room for a reply, in the words by which OpenAI's clients know it.
+    """Prompt that leaves no room for a reply; the message is OpenAI's, which clients recognize.
 
-    They begin to compact their history then, or end the episode as one that ran out of context.
+    Clients then compact their history, or end the episode for lack of context.
     """
 
     code = "context_length_exceeded"
@@ -271,7 +271,7 @@ class PromptTooLongError(ProxyRequestError):
             400,
             f"This model's maximum context length is {context_tokens} tokens. However, your "
             f"messages resulted in {prompt_tokens} tokens. Please reduce the length of the "
-            f"messages ({self.code}).",  # LangChain reads no code but this
+            f"messages ({self.code}).",  # LangChain finds the code only here
             key=key,
         )
         self.prompt_tokens = prompt_tokens
@@ -279,85 +279,85 @@ class PromptTooLongError(ProxyRequestError):
 
 
 class ControlCallRefusedError(ArealError):
-    """The caller may not control this replica now."""
+    """Refusal of a caller that may not control this replica now."""
 
 
 class ParserLostError(Exception):
-    """The parser process died; another start may do better."""
+    """Death of the parser process; another start may succeed."""
 
 
 class ParserStuckError(ParserLostError):
-    """The parser process was ended, as it came to no end with this text."""
+    """End of a parser process that was killed because it did not finish this text."""
 
 
 class OtherRankError(Exception):
-    """Another rank failed and reports why."""
+    """Failure that another rank reports."""
 
 
 class StopRequestedError(Exception):
-    """A stop was asked for during work that all ranks leave undone."""
+    """Stop request during work that all ranks abandon."""
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is left to answer."""
+    """Disconnection of the client that waits for the response."""
 
 
 class InvalidRewardError(ValueError):
-    """The reward is not a finite number, or there is no such interaction."""
+    """Reward that is not a finite number, or whose interaction does not exist."""
 
 
 class UnknownInteractionError(InvalidRewardError, KeyError):
-    """The session has no interaction of this name."""
+    """Name of an interaction that the session does not have."""
 
-    __str__ = Exception.__str__  # KeyError would quote the sentence
+    __str__ = Exception.__str__  # KeyError would put the message in quotes
 
 
 class UntrainableCallError(ValueError):
-    """A model call that could never be trained on: it was neither journaled nor applied."""
+    """Model call that cannot be trained; it was neither journaled nor applied."""
 
 
 class ChatTemplateError(ValueError):
-    """The model's chat template does not accept these messages."""
+    """Refusal of messages by the model's chat template."""
 
 
 class InvalidArithmeticError(ValueError):
-    """The text is more than numbers, parentheses and the four operators."""
+    """Text with other parts than numbers, parentheses and the four operators."""
 
 
 def describe_exception(error: BaseException) -> str:
-    """`ValueError: why` on one line, without notes; also of one that cannot say it."""
-    parts = traceback.format_exception_only(error)  # of a SyntaxError its place comes first
-    return " ".join(next(one for one in parts if not one.startswith(" ")).split())
+    """Return `ValueError: message` on one line, without notes; also if its `__str__` fails."""
+    parts = traceback.format_exception_only(error)  # the location of a SyntaxError comes first
+    return " ".join(next(part for part in parts if not part.startswith(" ")).split())
 
 
 def escape_surrogates(text: str) -> str:
-    """A text that UTF-8 can hold: half of a surrogate pair, as in a cut emoji, is spelled out.
+    """Escape lone surrogates, as in a cut emoji, so that UTF-8 can encode the text.
 
-    What an agent raises may quote anything that a model said; messages and events are UTF-8.
+    An agent's error may quote any output of the model; messages and events are UTF-8.
     """
     return text.encode(errors="backslashreplace").decode()
 
 
 def escape_controls(text: str) -> str:
-    """A text without characters that control a terminal, line breaks apart: they are spelled out.
+    """Escape all characters that control a terminal, except for line breaks.
 
-    Models say any, and what they say is part of messages, logs and names of tools.
+    Models may generate any, and their output is part of messages, logs and tool names.
     """
     if text.isprintable():
         return text
     return "".join(
-        one
-        if one.isprintable() or one == "\n"
+        char
+        if char.isprintable() or char == "\n"
         else " "
-        if one == "\t"
-        else one.encode("unicode_escape").decode()
-        for one in text
+        if char == "\t"
+        else char.encode("unicode_escape").decode()
+        for char in text
     )
 
 
 def escape_line(text: str) -> str:
-    """A line as `escape_controls` gives it; what follows a break in it begins no line of its own.
+    """Escape a line like `escape_controls`, and indent the text behind line breaks in it.
 
-    What an agent raises, or a model says, would else look like a line of ours.
+    Otherwise text of an agent or a model would look like a line of this program.
     """
     return escape_controls(text).replace("\n", "\n      ")
