@@ -29,6 +29,10 @@ from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
 
+def let_say(stage: Stage, script: Script) -> None:
+    stage.sglang.script = lambda request: script
+
+
 def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
     """A streamed reply put together as the SDK's own helper does it."""
     with (
@@ -258,8 +262,7 @@ def test_a_call_that_a_limit_cut_is_text_and_ends_by_length(tmp_path: Path) -> N
     try:
         for text, calls in ((whole[: whole.index("</parameter>")], 0), (whole, 1)):
             for stream in (False, True):
-                script = Script(text, finish="length")
-                coder.sglang.script = lambda request, script=script: script
+                let_say(coder, Script(text, finish="length"))
                 _, key = coder.open_session(TicketRef(1, 0))
                 answer = coder.chat(key, QUESTION, tools=[CHAT_TOOL], stream=stream)
                 assert '"finish_reason":"length"' in answer.text

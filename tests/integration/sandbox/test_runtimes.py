@@ -247,7 +247,7 @@ except OSError as error:
 async def test_a_network_reaches_its_session_and_nothing_else(
     network: Network, isolating: Runtime
 ) -> None:
-    async def call(host: str, at: int) -> str:
+    async def call(sandbox: Sandbox, host: str, at: int) -> str:
         told = await sandbox.exec(["python3", "-c", CALL, host, str(at)])
         return told.text.strip()
 
@@ -256,11 +256,11 @@ async def test_a_network_reaches_its_session_and_nothing_else(
             if network == "session-only":
                 url = await sandbox.open_model_endpoint(f"http://127.0.0.1:{port}")
                 at = int(url.rpartition(":")[2])
-                assert await call("127.0.0.1", at) == "HELLO"
-                many = (call("127.0.0.1", at) for _ in range(5))
+                assert await call(sandbox, "127.0.0.1", at) == "HELLO"
+                many = (call(sandbox, "127.0.0.1", at) for _ in range(5))
                 assert await asyncio.gather(*many) == ["HELLO"] * 5
             for host in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.0.2.1"):
-                assert (await call(host, port)).endswith("Error")
+                assert (await call(sandbox, host, port)).endswith("Error")
 
 
 async def test_memory_of_all_processes_together_ends_the_sandbox(isolated: Sandbox) -> None:
