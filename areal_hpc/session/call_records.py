@@ -158,7 +158,7 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
     if not 0 <= call.cached_tokens < 2**31:
         return f"expected cached tokens from 0 to 2**31 - 1, got {call.cached_tokens}"
     if call.routes is not None:
-        return "expected no routes, for the model server did not say them to the client"
+        return "expected no routes, because /generate returns none to clients"
     if not math.isfinite(call.first_token_at):
         return "expected finite times, got inf or nan"
     return None

@@ -203,7 +203,7 @@ class ChatTemplate:
         try:
             text = self.render_prompt(messages)
             lost = [message["role"] for message in messages if message["content"] not in text]
-            problem = f"leaves out what a {lost[0]} says" if lost else ""
+            problem = f"leaves out messages of role {lost[0]}" if lost else ""
         except ChatTemplateError as error:
             problem = f"refuses a conversation with a {messages[-1]['role']}: {error}"
         if problem:

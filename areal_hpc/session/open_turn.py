@@ -105,7 +105,7 @@ def build_open_turn(
         text = template.render_prompt([*conversation, reply], tools=tools, variables=variables)
         before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
         if not placeholder or PREFILL_PLACEHOLDER in rest:
-            problem = "it does not tell where a reply's text begins, to go on from there"
+            problem = "it does not show where a reply's text begins, so no reply can be continued"
             raise ChatTemplateError(problem)
         return before + prefill
 

@@ -162,7 +162,7 @@ class ReplyGenerator:
                 failed += is_answered or isinstance(error, EngineHungUpError)
                 problem = ""
                 if len(hung_up) >= MAX_REPLICA_HANGUPS_PER_CALL:
-                    problem = f"{len(hung_up)} replicas hung up on this call, so no other is asked"
+                    problem = f"{len(hung_up)} replicas hung up on this call, so no other is tried"
                 elif failed >= MAX_ENGINE_FAILURES_PER_CALL:
                     problem = f"{failed} tries of this call failed"
                 if problem:

@@ -151,7 +151,7 @@ def require_max_position_embeddings(model_dir: Path) -> int:
     limit = read_json(model_dir / "config.json").get("max_position_embeddings")
     if not isinstance(limit, int):
         raise RecipeError(
-            f"{model_dir / 'config.json'} does not say max_position_embeddings",
+            f"{model_dir / 'config.json'} has no max_position_embeddings",
             key="inference.context_length",
             hint="set inference.context_length to the longest prompt plus reply",
         )

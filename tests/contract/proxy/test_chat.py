@@ -237,6 +237,6 @@ def test_a_template_that_hides_where_a_reply_begins_is_refused(tmp_path: Path) -
     try:
         answer = stage.post("/messages", {"messages": BEGUN}, stage.open_session()[1])
         assert answer.status_code == 400
-        assert "does not tell where a reply's text begins" in answer.json()["error"]["message"]
+        assert "does not show where a reply's text begins" in answer.json()["error"]["message"]
     finally:
         stage.close()

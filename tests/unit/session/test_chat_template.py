@@ -225,7 +225,7 @@ def test_a_template_that_prints_arguments_as_they_are_is_given_text() -> None:
 @pytest.mark.parametrize(
     ("trait", "complaint"),
     [
-        ("{% if m.role != 'tool' %}" + _TURN + "{% endif %}", "leaves out what a tool says"),
+        ("{% if m.role != 'tool' %}" + _TURN + "{% endif %}", "leaves out messages of role tool"),
         ("{% if m.role == 'tool' %}{{ raise_exception('never') }}{% endif %}" + _TURN, "never"),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_template_without_results_of_tools_is_refused(trait: str, complaint: s
 
 def test_a_template_that_takes_no_texts_is_refused() -> None:
     source = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    with pytest.raises(RecipeError, match="leaves out what a user says"):
+    with pytest.raises(RecipeError, match="leaves out messages of role user"):
         ChatTemplate(source).require_messages(with_tools=False)
 
 
