@@ -1,1 +1,1 @@
-"""SGLang processes of one cell. Tokens in, tokens out."""
+"""SGLang servers of one cell, which generate tokens. Start with `job.py`."""

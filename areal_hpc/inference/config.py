@@ -1,4 +1,4 @@
-"""Facts that the inference process is told, and the commands of its servers."""
+"""Configuration of the inference process, and the commands of its SGLang servers."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from areal_hpc.wire.replicas import generate_server_keys
 from areal_hpc.wire.trajectory import read_mixture_shape
 
 WORKER_NODE_ENTRY = "areal_hpc.inference.multi_node:run"
-"""Parses the same configuration on the further nodes of a cell."""
+"""Entry of the process on a cell's other nodes; it has the same configuration."""
 
 
 class InferenceJobConfig(ProcessConfig):
@@ -39,11 +39,11 @@ class InferenceJobConfig(ProcessConfig):
     cell: str
     """`cell-0`, `cell-1`, ..."""
     model_path: Path
-    """Weights to start with, in Hugging Face format."""
+    """Initial weights in Hugging Face format."""
     serve_python: str
-    """The Python that has SGLang."""
+    """Interpreter with SGLang."""
     loaded_version: str = ""
-    """Version of these weights, which are served as they are; empty: a trainer sends its own."""
+    """Version under which the initial weights are served; empty: servers wait for a trainer's."""
 
 
 def build_server_command(
@@ -53,7 +53,7 @@ def build_server_command(
     ports: ServerPorts,
     node_options: NodeOptions | None = None,
 ) -> ServerCommand:
-    """The command of one start of a replica, or of one node's part of it: else the first node's."""
+    """Build the command of one start of a replica, by default of its first node's part."""
     recipe = job.recipe
     nodes = recipe.inference.nodes_per_replica
     if node_options is None and nodes > 1:
@@ -94,7 +94,7 @@ def resolve_device(
     environ: Mapping[str, str] = os.environ,
     devices_dir: Path = DEVICES_DIR,
 ) -> Device:
-    """The device named in the recipe, or the GPU if this node has one that is not hidden."""
+    """Return the recipe's device; for `auto` the GPU if this node has a visible one."""
     if device != "auto":
         return device
     return (

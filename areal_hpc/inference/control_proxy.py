@@ -1,8 +1,8 @@
 """Authenticated control proxy in front of a cell's SGLang servers.
 
-SGLang listens on loopback and asks for keys that are new with each start; a caller on the same node
-is told them with the list of replicas. The control proxy listens on the advertised host with the
-run's certificate, wants a bearer key, and lets through the routes of `wire.replicas` and no others.
+SGLang listens on loopback, and requires keys that are new with each start; a caller on the same
+node gets them in the list of replicas. The control proxy listens on the advertised host with the
+run's certificate, requires a bearer key, and forwards only the routes of `wire.replicas`.
 """
 
 import asyncio
@@ -44,21 +44,21 @@ from areal_hpc.wire.replicas import (
 )
 
 _READ_ONLY_ROUTES = ("model_info",)
-"""Routes that are read with GET."""
+"""Routes for GET requests."""
 _API_KEY_ROUTES = (*_READ_ONLY_ROUTES, "generate")
-"""Routes that SGLang opens to the API key; all others ask for the admin key."""
+"""Routes for which SGLang accepts the API key; all others require the admin key."""
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/disk.py`)."""
 _DEFAULT_SENDER_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 300.0, 1e9
 _ORPHANED_CALL_GRACE_S = 5.0
-"""Time that a call may go on whose caller has left."""
+"""Time that a call may continue after its caller disconnected."""
 _STOP_TIMEOUT_S = 10.0
 _SGLANG_KEEP_ALIVE_S = 3.0
-"""For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
+"""Maximum idle time of a reused connection to SGLang, which closes it after 5 s."""
 
 
 class ControlProxyApp(JsonApp):
-    """The ASGI application. Replicas may be told to load weights from `weights_dir` alone."""
+    """ASGI application of the control proxy. Replicas load weights only from `weights_dir`."""
 
     def __init__(
         self, cell: str, replicas: Sequence[Replica], service_key: str, weights_dir: Path
@@ -75,18 +75,15 @@ class ControlProxyApp(JsonApp):
         return super().get_error_status_and_text(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Act, or ask SGLang."""
+        """Change a replica's state, or forward the request to SGLang."""
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 return _encode_reply(ReplicasOfCell(self._cell, self._list_views(request)))
             case "POST", ["follow"]:
-                part = await read_message(request, FollowerPollRequest)
+                poll = await read_message(request, FollowerPollRequest)
+                replica = self._replicas[0]
                 try:
-                    return _encode_reply(
-                        self._replicas[0].nodes.answer_node_poll(
-                            part, self._replicas[0].clock.now()
-                        )
-                    )
+                    return _encode_reply(replica.nodes.answer_node_poll(poll, replica.clock.now()))
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
@@ -107,8 +104,8 @@ class ControlProxyApp(JsonApp):
                 return await self._forward_call(self._find_replica(index), route, request, load)
             case "POST", ["replicas", index, "score"]:
                 replica = self._find_replica(index)
-                scored = await read_message(request, ScorePromptRequest)
-                body = replica.build_scoring_body(scored.input_ids)
+                prompt = await read_message(request, ScorePromptRequest)
+                body = replica.build_scoring_body(prompt.input_ids)
                 return await self._forward_call(replica, "generate", request, body)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
                 body = msgspec.json.encode(await read_message(request, dict[str, object]))
@@ -116,11 +113,11 @@ class ControlProxyApp(JsonApp):
         raise HTTPException(404, "no such route")
 
     def _list_views(self, request: Request) -> list[ReplicaView]:
-        views = [one.build_view() for one in self._replicas]
+        views = [replica.build_view() for replica in self._replicas]
         client, server = request.scope["client"], request.scope["server"]
         if client and server and client[0] == server[0]:
             return views
-        return [structs.replace(one, keys=NO_KEYS) for one in views]
+        return [structs.replace(view, keys=NO_KEYS) for view in views]
 
     def _find_replica(self, index: str) -> Replica:
         if not index.isdecimal() or int(index) >= len(self._replicas):
@@ -135,7 +132,7 @@ class ControlProxyApp(JsonApp):
             {
                 "model_path": str(folder),
                 "load_format": "safetensors",
-                "flush_cache": False,  # by a call of its own
+                "flush_cache": False,  # another call flushes it
                 "weight_version": request.version,
             }
         )
@@ -167,7 +164,7 @@ class ControlProxyApp(JsonApp):
         request: Request,
     ) -> tuple[int, bytes]:
 
-        async def ask() -> tuple[int, bytes]:
+        async def forward() -> tuple[int, bytes]:
             is_read = route in _READ_ONLY_ROUTES
             keys = server.keys
             key = keys.api if route in _API_KEY_ROUTES else keys.admin
@@ -176,23 +173,24 @@ class ControlProxyApp(JsonApp):
             call = self._get_http_session().request(
                 method, f"{server.url}/{route}", data=data, headers=headers
             )
-            async with call as answer:
-                return answer.status, await answer.read()
+            async with call as response:
+                return response.status, await response.read()
 
-        asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(request.receive())
+        answered = asyncio.ensure_future(forward())
+        disconnected = asyncio.ensure_future(request.receive())
         try:
             async with asyncio.timeout(caller.sender_timeout_s) as limit:
-                await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
-                if not asked.done():
+                await asyncio.wait((answered, disconnected), return_when=asyncio.FIRST_COMPLETED)
+                if not answered.done():
                     limit.reschedule(asyncio.get_running_loop().time() + _ORPHANED_CALL_GRACE_S)
-                return await asked
+                return await answered
         finally:
-            asked.cancel()
-            left.cancel()
+            answered.cancel()
+            disconnected.cancel()
 
     def _get_http_session(self) -> aiohttp.ClientSession:
         if self._upstream is None:
-            # Each call has a limit of its own.
+            # Each call has its own time limit.
             self._upstream = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(keepalive_timeout=_SGLANG_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
@@ -226,15 +224,15 @@ def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
 
 
 class ControlProxyServer:
-    """The control proxy on a port and in a thread of its own: the main thread minds processes."""
+    """Server of the control proxy, in its own thread: the main thread watches processes."""
 
     def __init__(self, app: ControlProxyApp, host: str, service_key_file: Path) -> None:
         self._app = app
-        # The protocol is named because asyncio turns off Nagle's algorithm only then; with it
-        # every answer would wait 40 ms for a delayed acknowledgement.
+        # The protocol is explicit because asyncio turns off Nagle's algorithm only then; with it
+        # every response would wait 40 ms for a delayed acknowledgment.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((host, 0))
-        self._socket.listen()  # from here on callers wait, and none is refused
+        self._socket.listen()  # from now on callers wait, and none is refused
         self.url = f"https://{host}:{self._socket.getsockname()[1]}"
         self._server = ServiceServer(app, make_server_tls(service_key_file))
         self._thread = threading.Thread(

@@ -1,7 +1,7 @@
-"""Grammars are tried in forks of the parser process before a replica gets them.
+"""Check of grammars in forks of the parser process, before a replica gets them.
 
 SGLang compiles a grammar in a thread that no abort ends, and computes the mask of each token in the
-loop that serves everybody. A fork has limits of its own and can be killed.
+loop that serves all requests. A fork has limits of its own and can be killed.
 """
 
 import logging
@@ -25,57 +25,58 @@ log = logging.getLogger(__name__)
 
 MAX_MEMORY_BYTES = 2 << 30
 NICENESS = 5
-"""Replies of others come first on this node."""
+"""Niceness of a check, so that the node's servers come first."""
 SAMPLED_TOKENS, SAMPLING_TIME_S = 512, 2.0
-"""Whichever comes first."""
+"""Limits of one sampling test, which stops at the first it reaches."""
 MAX_TOKEN_S, MAX_GROWTH, MAX_GROWING_TOKEN_S = 0.05, 8, 0.005
-"""Seconds of a core for a token: all replies of a replica wait for it."""
-MAX_TRY_S = 60
-"""Whatever a try waits for: it holds a lane."""
+"""Maximum processor seconds per token, for which all replies of a replica wait. The lower maximum
+applies if the last tokens take `MAX_GROWTH` times as long as the first."""
+MAX_CHECK_S = 60
+"""Maximum wall time of a check, which occupies a lane."""
 COSTLY_EXIT_CODE, UNMEASURED_EXIT_CODE = 1, 2
-_PROBLEM_BY_END = {
+_PROBLEM_BY_EXIT_CODE = {
     0: "",
     COSTLY_EXIT_CODE: "each token of a reply takes too long",
     -signal.SIGXCPU: "it takes more than {cpu_s} s of a core",
     -signal.SIGABRT: f"it takes more than {MAX_MEMORY_BYTES >> 30} GiB",
     -signal.SIGSEGV: f"it takes more than {MAX_MEMORY_BYTES >> 30} GiB",
 }
-"""What the end of a try says of a grammar; of others, such as a kill for want of memory, nobody
-knows."""
+"""Problem of a grammar by the exit code of its check. All other codes, such as that of a kill for
+lack of memory, say nothing about the grammar."""
 _RULE_PATTERN = re.compile(r"^([\w.-]+)(?:\(.*\))? ::=", re.MULTILINE)
 
 
 class GrammarChecker:
-    """Tries grammars with one model's tokens; what came of it goes to `send`, from any thread.
+    """Checker of grammars with one model's tokens; it passes results to `send`, from any thread.
 
-    A thread of its own begins them: what the first one imports takes seconds, and few proxies need
-    it. Where that fails, for SGLang may know tokenizers that this does not, none is tried.
+    A thread of its own starts the checks: the imports of the first take seconds, and few proxies
+    need them. If they fail, as SGLang may have tokenizers that this lacks, nothing is checked.
     """
 
     def __init__(self, model_dir: str, send: Callable[[ParserReply], None]) -> None:
         self._model_dir, self._send = model_dir, send
-        self._beginner = ThreadPoolExecutor(1)
+        self._starter = ThreadPoolExecutor(1)
         self._backend: Any = None
         self._has_failed = False
         self._pids: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def begin(self, request: GrammarCheckRequest) -> None:
-        self._beginner.submit(self._begin, request)
+        self._starter.submit(self._begin, request)
 
     def _begin(self, request: GrammarCheckRequest) -> None:
         if self._backend is None and not self._has_failed:
             try:
                 self._backend = _load_backend(self._model_dir)
             except Exception:  # boundary: SGLang's code, and whatever it imports
-                log.exception("replicas get grammars that were not tried")
+                log.exception("replicas get grammars that were not checked")
                 self._has_failed = True
         if self._has_failed:
             self._send(ParserReply(call=request.call))
             return
         try:
             pid = os.fork()
-        except OSError as error:  # no process can be made now
+        except OSError as error:  # no process can be started now
             self._send(ParserReply(call=request.call, error=str(error), is_unknown=True))
             return
         if not pid:
@@ -96,15 +97,15 @@ class GrammarChecker:
 
     def _await_end(self, request: GrammarCheckRequest, pid: int) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:  # nobody else has its number until it is reaped
+        with self._lock:  # no other process gets its id until it is reaped
             del self._pids[request.call]
             _, status = os.waitpid(pid, 0)
-        end = os.waitstatus_to_exitcode(status)
-        problem = _PROBLEM_BY_END.get(
-            end, f"the grammar could not be tried: its try ended with {end}"
+        exit_code = os.waitstatus_to_exitcode(status)
+        problem = _PROBLEM_BY_EXIT_CODE.get(
+            exit_code, f"the grammar could not be tried: its try ended with {exit_code}"
         )
         problem = problem.format(cpu_s=request.cpu_s)
-        is_unknown = end not in _PROBLEM_BY_END
+        is_unknown = exit_code not in _PROBLEM_BY_EXIT_CODE
         self._send(ParserReply(call=request.call, error=problem, is_unknown=is_unknown))
 
 
@@ -122,28 +123,28 @@ def _is_costly(backend: Any, request: GrammarCheckRequest) -> bool:
     die_with_parent(signal.SIGKILL)
     os.nice(NICENESS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(MAX_TRY_S)
+    signal.alarm(MAX_CHECK_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (request.cpu_s, request.cpu_s + 1))
     data_pages = int(Path("/proc/self/statm").read_text().split()[5])
     resource.setrlimit(
         resource.RLIMIT_DATA, (data_pages * resource.getpagesize() + MAX_MEMORY_BYTES,) * 2
     )
-    found = getattr(backend, f"dispatch_{request.kind.removesuffix('_schema')}")(request.text)
-    if isinstance(found, InvalidGrammarObject):  # SGLang says so better
-        if "alloc" in found.error_message:
+    compiled = getattr(backend, f"dispatch_{request.kind.removesuffix('_schema')}")(request.text)
+    if isinstance(compiled, InvalidGrammarObject):  # SGLang's own error is clearer
+        if "alloc" in compiled.error_message:
             os.abort()
         return False
-    if _is_slow_to_sample(found.ctx):
+    if _is_slow_to_sample(compiled.ctx):
         return True
     if request.kind != "ebnf" and '"grammar"' not in request.text:
         return False
-    rules = str(found.ctx.grammar)  # one that is only come to late may be the slow one
+    rules = str(compiled.ctx.grammar)  # a rule that the samples reach late, or never, may be slow
     names = " | ".join(_RULE_PATTERN.findall(rules))
-    whole = xgrammar.Grammar.from_ebnf(
+    every_rule = xgrammar.Grammar.from_ebnf(
         f"{rules}\nevery_rule ::= {names}\n", root_rule_name="every_rule"
     )
-    return _is_slow_to_sample(backend.grammar_compiler.compile_grammar(whole))
+    return _is_slow_to_sample(backend.grammar_compiler.compile_grammar(every_rule))
 
 
 def _is_slow_to_sample(grammar: Any) -> bool:
@@ -151,7 +152,7 @@ def _is_slow_to_sample(grammar: Any) -> bool:
     import xgrammar
 
     vocab_size, stops = grammar.tokenizer_info.vocab_size, grammar.tokenizer_info.stop_token_ids
-    matcher, chance = xgrammar.GrammarMatcher(grammar), random.Random(0)
+    matcher, rng = xgrammar.GrammarMatcher(grammar), random.Random(0)
     mask = xgrammar.allocate_token_bitmask(1, vocab_size)
     spent_s: list[float] = []
     while len(spent_s) < SAMPLED_TOKENS and sum(spent_s) < SAMPLING_TIME_S:
@@ -161,9 +162,9 @@ def _is_slow_to_sample(grammar: Any) -> bool:
         bits[stops] = 0
         if not bits.any():
             break
-        matcher.accept_token(int(chance.choice(bits.nonzero()[0])))
+        matcher.accept_token(int(rng.choice(bits.nonzero()[0])))
         spent_s.append(time.process_time() - began_s)
     quarter = max(len(spent_s) // 4, 2)
-    first_s, last_s = (sum(some) / quarter for some in (spent_s[:quarter], spent_s[-quarter:]))
-    most_s = MAX_TOKEN_S if last_s < MAX_GROWTH * first_s else MAX_GROWING_TOKEN_S
-    return last_s > most_s
+    first_s, last_s = (sum(part) / quarter for part in (spent_s[:quarter], spent_s[-quarter:]))
+    limit_s = MAX_TOKEN_S if last_s < MAX_GROWTH * first_s else MAX_GROWING_TOKEN_S
+    return last_s > limit_s

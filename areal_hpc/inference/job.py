@@ -1,4 +1,4 @@
-"""The inference process of one cell: SGLang replicas behind one control proxy."""
+"""Inference process of one cell: SGLang replicas behind one control proxy."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 REPLICA_POLL_S = 0.1
 METRICS_TIMEOUT_S = 2.0
-"""A server that answers later is left out of the scrape."""
+"""Timeout of a server's metrics; a slower server is left out of the scrape."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -65,15 +65,15 @@ def run(config: dict[str, Any]) -> None:
         rendezvous.remove_own_endpoint(paths.rendezvous_dir, service)
         for replica in replicas:
             replica.request_stop()
-        gone_by = time.monotonic() + STOP_GRACE_S
+        kill_at = time.monotonic() + STOP_GRACE_S
         for replica in replicas:
-            replica.kill(max(0.0, gone_by - time.monotonic()))
+            replica.kill(max(0.0, kill_at - time.monotonic()))
         control_proxy.stop()
         events.close()
 
 
 def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[PrometheusSample]:
-    """State, starts and weights of each replica, and what its server tells of itself."""
+    """Read state, starts and weights of each replica, and the metrics of its server."""
     for replica in replicas:
         view = replica.build_view()
         labels = {"replica": str(view.index)}
@@ -87,19 +87,20 @@ def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[PrometheusSamp
 
 
 def read_server_samples(view: ReplicaView) -> Iterator[PrometheusSample]:
-    """What a replica's server tells of itself; nothing if it cannot be read.
+    """Read the metrics of a replica's server; none if they cannot be read.
 
-    It listens on loopback alone, so a Prometheus of the site reaches it through this process.
+    The server listens on loopback only, so the site's Prometheus reads them from this process.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        answer = httpx.get(
+        response = httpx.get(
             f"{view.url}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False, verify=False
         )
-        families = list(text_string_to_metric_families(answer.raise_for_status().text))
+        families = list(text_string_to_metric_families(response.raise_for_status().text))
     except (httpx.HTTPError, ValueError):  # it is ending, or too busy
         return
     for family in families:
-        for one in family.samples:
-            yield PrometheusSample(one.name, one.value, {**one.labels, "replica": str(view.index)})
+        for sample in family.samples:
+            labels = {**sample.labels, "replica": str(view.index)}
+            yield PrometheusSample(sample.name, sample.value, labels)

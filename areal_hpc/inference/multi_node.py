@@ -1,9 +1,8 @@
-"""A replica that spans nodes: its head node's view, and the process of each other node.
+"""Replica that spans nodes: state on its head node, and the process of each worker node.
 
-The head node decides. Worker nodes ask its control proxy what to run, start it, and end it; each is
-told of one incarnation after the other. An incarnation whose part was once running somewhere, and
-is not any more, is lost as a whole. A worker node keeps nothing: when the head node is silent for
-long, or restarts, its part ends.
+The head node decides. Worker nodes poll its control proxy for the incarnation to run, and start and
+stop their parts. If a running part of an incarnation ends on any node, the whole incarnation is
+lost. A worker node stores nothing: its part ends when the head node restarts or stays silent.
 """
 
 import logging
@@ -29,24 +28,24 @@ from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
 log = logging.getLogger(__name__)
 
 NODE_TIMEOUT_S = 15.0
-"""A node that runs a part and is not heard of for so long is lost."""
+"""Time without a poll after which a node that runs a part is lost."""
 POLL_S = 0.5
 CALL_TIMEOUT_S = 2.0
-"""With a poll's pause less than `MAX_GAP_S` of the clock: to it a longer wait is a pause of this
-node, and a first node that takes connections and says nothing would never be silent for long."""
+"""Timeout of a poll. Its sum with `POLL_S` must stay below `MAX_GAP_S` of the clock: a longer wait
+would count as a pause of this node, and a head node that hangs would never count as silent."""
 BuildPartCommand = Callable[[int, ServerPorts, NodeOptions], ServerCommand]
-"""(incarnation, ports, part) to the command of that start of the part."""
+"""Builder of a part's command from (incarnation, ports, part)."""
 
 
 class NodePartTracker:
-    """Which parts run where, of a replica of so many nodes, the first one included."""
+    """Tracker of the parts that run on the nodes of a replica; `nodes` includes the head node."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
         self._lock = threading.Lock()
         self._wanted = FollowerPollReply(0, "")
         self._heard_at_s: dict[int, float] = {}
-        """Time at which each node last reported its part of the present incarnation."""
+        """Time of each node's last report of its part of the current incarnation."""
         self._loss = ""
 
     def request_node_parts(self, incarnation: int, meeting_point: str) -> None:
@@ -58,7 +57,7 @@ class NodePartTracker:
         self.request_node_parts(0, "")
 
     def answer_node_poll(self, request: FollowerPollRequest, now_s: float) -> FollowerPollReply:
-        """Hear a node; what it is to run.
+        """Record a node's poll; return the incarnation that it must run.
 
         Raises:
             ValueError: The cell has no such node.
@@ -73,7 +72,7 @@ class NodePartTracker:
             return FollowerPollReply(0, "") if self._loss else self._wanted
 
     def find_loss_reason(self, now_s: float) -> str:
-        """Why the present incarnation cannot go on, in words; empty while it can."""
+        """Find the reason why the current incarnation is lost; empty while it is not."""
         with self._lock:
             for node, heard_at_s in self._heard_at_s.items():
                 if now_s - heard_at_s > NODE_TIMEOUT_S:
@@ -83,7 +82,7 @@ class NodePartTracker:
 
 
 def run(config: dict[str, Any]) -> None:
-    """Follow the cell's first node until told to stop."""
+    """Follow the cell's head node until a stop is requested."""
     job = InferenceJobConfig.model_validate(config)
     paths = RunPaths(job.run_dir)
     stop = StopRequest.install()
@@ -106,10 +105,10 @@ def run(config: dict[str, Any]) -> None:
 
 
 class WorkerNode:
-    """This node's part, and its successors.
+    """Worker node: it runs this node's part of one incarnation after the other.
 
-    `node` is its place among the `nodes` of the cell, from 1. A first node that is silent for
-    longer than `head_timeout_s` is gone.
+    `node` is its index among the `nodes` of the cell, from 1. The head node is lost if it is silent
+    for longer than `head_timeout_s`.
     """
 
     def __init__(
@@ -134,14 +133,14 @@ class WorkerNode:
             timeout_s=CALL_TIMEOUT_S,
         )
         self._log_dir = log_dir
-        self._patience_s = head_timeout_s
+        self._head_timeout_s = head_timeout_s
         self._clock = AwakeClock()
         self._server: SGLangServer | None = None
         self._incarnation = 0
         self._answered_at_s = self._clock.now()
 
     def sync_with_head_node(self) -> None:
-        """Ask once, and do what was said."""
+        """Poll the head node once; start or stop this node's part as it requires."""
         if self._server is not None and (death := self._server.find_death_reason()):
             log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
             self._stop_server_part()
@@ -150,7 +149,7 @@ class WorkerNode:
             reply = self._client.call("/follow", request, FollowerPollReply)
         except ClusterError as error:
             silent_s = self._clock.now() - self._answered_at_s
-            if self._server is not None and silent_s > self._patience_s:
+            if self._server is not None and silent_s > self._head_timeout_s:
                 log.error("stopped: the head node is unreachable: %s", error)
                 self._stop_server_part()
             return

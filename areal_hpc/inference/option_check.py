@@ -1,6 +1,6 @@
-"""SGLang's own reading of command lines: JSON lists of words in, what it says of each out.
+"""Program that lets SGLang parse command lines, to find options that it does not know.
 
-Runs in SGLang's environment, and needs no GPU.
+Input and output are JSON. It runs in SGLang's environment, and needs no GPU.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any, NoReturn
 
-import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
+import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for modules that need a GPU
 
 # isort: split
 from sglang.srt.server_args import ServerArgs
@@ -20,7 +20,7 @@ class _RaisingArgumentParser(argparse.ArgumentParser):
 
 
 def check_sglang_command_lines(lines: list[list[str]]) -> dict[str, Any]:
-    """The options that SGLang knows; of each line the words that it does not, and its complaint."""
+    """Return SGLang's known options, and of each line its unknown words and the parser's error."""
     parser = _RaisingArgumentParser(prog="sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
     known = sorted(option for action in parser._actions for option in action.option_strings)

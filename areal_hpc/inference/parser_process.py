@@ -1,13 +1,13 @@
 """Process that runs SGLang's tool-call and reasoning parsers.
 
-Runs in SGLang's environment, for a proxy that does not (`wire/parsers.py` is what they say to
-one another). Either name may be empty. The parsers are SGLang's own; this module decides only
-what may be shown while a reply is still being said, and keeps what SGLang would drop:
+It runs in SGLang's environment, for a proxy that does not; `wire/parsers.py` has their messages.
+The name of either parser may be empty. The parsers are SGLang's own; this module only decides which
+text may be shown while a reply is generated, and keeps text that SGLang would drop:
 
-- SGLang's streaming detectors lose text and swallow calls that turn out to be malformed. So a
-  streamed reply is shown up to where a call may begin; the rest is parsed whole at the end.
-- A call that does not parse, or names an unknown tool, is returned as the text it is.
-- So is one that a limit cut: some detectors close it themselves, with the arguments it had by then.
+- SGLang's streaming detectors lose text and drop calls that turn out to be malformed. So a
+  streamed reply is shown up to where a call may begin; the rest is parsed as a whole at the end.
+- A call that does not parse, or names an unknown tool, is returned as text.
+- So is a call that a limit cut: some detectors would close it, with incomplete arguments.
 """
 
 import os
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
+import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for modules that need a GPU
 from areal_hpc.inference.grammar_check import GrammarChecker
 from areal_hpc.wire.parsers import (
     GrammarCheckKill,
@@ -34,7 +34,7 @@ from areal_hpc.wire.parsers import (
 )
 
 if "sglang" not in sys.modules and (_spec := find_spec("sglang")):
-    # Not run: what the package itself imports, its engine needs, and it takes two seconds.
+    # The package is not executed: it imports modules for the engine, which takes two seconds.
     sys.modules["sglang"] = module_from_spec(_spec)
 
 # isort: split
@@ -44,7 +44,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 MAX_OPEN_REPLIES = 4096
 CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
-"""Attributes in which SGLang's detectors keep the text that begins a call."""
+"""Attributes of SGLang's detectors with the text that begins a call."""
 CALL_END_ATTRIBUTES = (
     "eot_token",
     "function_end_token",
@@ -53,16 +53,16 @@ CALL_END_ATTRIBUTES = (
     "tool_call_end_token",
     "tool_call_function_end_token",
 )
-"""Those in which they keep the text that ends one, or several."""
+"""Attributes of SGLang's detectors with the text that ends a call, or several calls."""
 _MARK_PATTERN = re.compile("<[^<>]+>")
 _LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 
 
 class ReplyParserFactory:
-    """The model's two formats.
+    """Factory of parsers for a model's formats of tool calls and of reasoning.
 
     Raises:
-        ValueError: SGLang knows no such parser.
+        ValueError: SGLang has no such parser.
     """
 
     def __init__(self, tool_parser: str, reasoning_parser: str) -> None:
@@ -81,7 +81,7 @@ class ReplyParserFactory:
         return FunctionCallParser([Tool(**tool) for tool in tools], self._tool_parser)
 
     def build_reasoning_parser(self, prompt_end: str, may_call: bool) -> Any:
-        """A fresh `ReasoningParser`; None without a reasoning format."""
+        """Build a new `ReasoningParser`; None without a reasoning format."""
         if not self._reasoning_parser:
             return None
         return ReasoningParser(
@@ -93,22 +93,22 @@ class ReplyParserFactory:
 
     def _prompt_opens_reasoning(self, prompt_end: str) -> bool | None:
         detector = ReasoningParser(self._reasoning_parser).detector
-        opened = prompt_end.rfind(detector.think_start_token)
-        closed = prompt_end.rfind(detector.think_end_token)
-        return None if opened == closed == -1 else opened > closed
+        start_index = prompt_end.rfind(detector.think_start_token)
+        end_index = prompt_end.rfind(detector.think_end_token)
+        return None if start_index == end_index == -1 else start_index > end_index
 
     def reasons_first(self, prompt_end: str) -> bool:
-        """True if a grammar has to wait for the end of the reasoning."""
+        """Return whether a grammar must wait for the end of the reasoning."""
         if not self._reasoning_parser:
             return False
-        inside = self._prompt_opens_reasoning(prompt_end)
-        if inside is not None:
-            return inside
+        is_open = self._prompt_opens_reasoning(prompt_end)
+        if is_open is not None:
+            return is_open
         default = ReasoningParser(self._reasoning_parser).detector.reasoning_default
         return default in ("always", "thinking", "enable_thinking")
 
     def build_tool_grammar(self, request: ToolGrammarRequest) -> tuple[str, str]:
-        """(sampling parameter, its value) that holds the model to the asked tool choice.
+        """Build the (sampling parameter, value) that enforces the requested tool choice.
 
         Raises:
             ValueError: This format has no such grammar.
@@ -145,34 +145,34 @@ def _get_structure_info(parser: Any) -> Any:
     if not parser.detector.supports_structural_tag():
         return None
     try:
-        frames = parser.detector.structure_info()
-        frames("x")
+        get_info = parser.detector.structure_info()
+        get_info("x")
     except NotImplementedError:
         return None
-    return frames
+    return get_info
 
 
 def _build_single_call_grammar(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
-    frames = _get_structure_info(parser)
+    get_info = _get_structure_info(parser)
     tags = []
     for tool in tools:
         function = tool["function"]
-        frame = frames(function["name"])
+        info = get_info(function["name"])
         schema = function.get("parameters") if function.get("strict") else None
         content = {"type": "json_schema", "json_schema": schema or {}}
-        tags.append({"begin": frame.begin, "content": content, "end": frame.end})
-    form = {
+        tags.append({"begin": info.begin, "content": content, "end": info.end})
+    tag_format = {
         "type": "triggered_tags",
-        "triggers": sorted({frames(tool["function"]["name"]).trigger for tool in tools}),
+        "triggers": sorted({get_info(tool["function"]["name"]).trigger for tool in tools}),
         "tags": tags,
         "at_least_one": required,
         "stop_after_first": True,
     }
-    return msgspec.json.encode({"type": "structural_tag", "format": form}).decode()
+    return msgspec.json.encode({"type": "structural_tag", "format": tag_format}).decode()
 
 
 class ReplyParser:
-    """One reply while it is being said."""
+    """Parser of one reply while the model generates it."""
 
     def __init__(self, formats: ReplyParserFactory, parse_context: ReplyParseContext) -> None:
         self._formats = formats
@@ -182,23 +182,23 @@ class ReplyParser:
             parse_context.prompt_end, self._calls is not None
         )
         self._body = ""
-        """Text outside of the reasoning."""
+        """Text outside the reasoning."""
         self._shown_chars = 0
         self._reasoned = False
-        self._held = ""
-        """Line breaks that are part of the reasoning only if more of it follows."""
+        self._held_breaks = ""
+        """Line breaks that belong to the reasoning only if more of it follows."""
         self._markers = _list_call_markers(self._calls) if self._calls is not None else []
 
     def feed(self, text: str, is_last: bool, is_cut: bool = False) -> ParserReply:
-        """What can be shown after the next text, all of it after the last.
+        """Add text; return the part of the reply that can now be shown, all after the last text.
 
-        `is_cut` says of the last that the model did not end there itself. What SGLang fails on is
-        shown as it is, and from then on nothing is parsed.
+        `is_cut`: a limit ended the last text, not the model. Text on which SGLang fails is shown as
+        it is, and nothing is parsed from then on.
         """
         shown = ParserReply()
         try:
             shown.reasoning, body = self._split_off_reasoning(text, is_last)
-        except Exception as error:  # boundary: SGLang's code, run on whatever a model says
+        except Exception as error:  # boundary: SGLang's code, on any output of a model
             shown.error, body = repr(error), text
             self._calls = self._reasoning = None
         self._body += body
@@ -220,10 +220,10 @@ class ReplyParser:
 
     def _pop_reply(self, is_last: bool, is_cut: bool) -> tuple[str, list[ParsedToolCall]]:
         if is_last:
-            whole, cut_call = self._body, ""
-            if is_cut and self._calls is not None and self._calls.has_tool_call(whole):
-                end = _find_last_call_end(self._calls, whole)
-                self._body, cut_call = whole[:end], whole[max(end, self._shown_chars) :]
+            body, cut_call = self._body, ""
+            if is_cut and self._calls is not None and self._calls.has_tool_call(body):
+                end = _find_last_call_end(self._calls, body)
+                self._body, cut_call = body[:end], body[max(end, self._shown_chars) :]
             text, calls = self._pop_rest()
             return text + cut_call, calls
         if self._calls is None:
@@ -236,11 +236,11 @@ class ReplyParser:
     def _trim_line_breaks(self, reasoning: str, body: str) -> tuple[str, str]:
         if not self._reasoned:
             reasoning = reasoning.lstrip("\n")
-        reasoning = self._held + reasoning
-        kept = reasoning.rstrip("\n")
-        self._held = reasoning[len(kept) :]
-        self._reasoned = self._reasoned or bool(kept)
-        return kept, body if self._body else body.lstrip("\n")
+        reasoning = self._held_breaks + reasoning
+        trimmed = reasoning.rstrip("\n")
+        self._held_breaks = reasoning[len(trimmed) :]
+        self._reasoned = self._reasoned or bool(trimmed)
+        return trimmed, body if self._body else body.lstrip("\n")
 
     def _pop_text_until(self, end_index: int) -> str:
         start, self._shown_chars = self._shown_chars, max(end_index, self._shown_chars)
@@ -260,7 +260,7 @@ class ReplyParser:
         return text + self._get_malformed_call_text(len(calls)), calls
 
     def _get_malformed_call_text(self, count: int) -> str:
-        marker = next((one for one in self._markers if self._body.count(one) > count), None)
+        marker = next((text for text in self._markers if self._body.count(text) > count), None)
         if marker is None:
             return ""
         _, *pieces = self._body.split(marker)
@@ -273,25 +273,25 @@ class ReplyParser:
 
 def _list_call_markers(parser: Any) -> list[str]:
     markers = {getattr(parser.detector, name, "") for name in CALL_MARKER_ATTRIBUTES}
-    frames = _get_structure_info(parser)
-    if frames is not None:
-        markers.add(frames("x").trigger)
+    get_info = _get_structure_info(parser)
+    if get_info is not None:
+        markers.add(get_info("x").trigger)
     return sorted(markers - {"", None}, key=len, reverse=True)
 
 
 def _find_last_call_end(parser: Any, body: str) -> int:
-    """Index behind the last end of a call; that of the body in a format that marks none.
+    """Return the index behind the last call's end; that of the body if the format marks no ends.
 
-    Calls of such a format are literals, which do not parse before they are whole.
+    Calls of such a format are literals, which do not parse before they are complete.
     """
     ends = {getattr(parser.detector, name, "") for name in CALL_END_ATTRIBUTES}
-    frames = _get_structure_info(parser)
-    if frames is not None:
-        end = frames("x").end
+    get_info = _get_structure_info(parser)
+    if get_info is not None:
+        end = get_info("x").end
         ends.update(_MARK_PATTERN.findall(end)[:1] or [end])
     ends -= {"", None}
-    found = [body.rfind(end) + len(end) for end in ends if end in body]
-    return max(found, default=0 if ends else len(body))
+    indices = [body.rfind(end) + len(end) for end in ends if end in body]
+    return max(indices, default=0 if ends else len(body))
 
 
 def _count_partial_marker_chars(text: str, markers: Sequence[str]) -> int:
@@ -319,14 +319,14 @@ def _escape_lone_surrogates(json_text: str) -> str:
 
 
 class ParseRequestHandler:
-    """Answers requests, one after the other."""
+    """Handler of the proxy's requests, one after the other."""
 
     def __init__(self, formats: ReplyParserFactory) -> None:
         self._formats = formats
         self._replies: dict[int, ReplyParser] = {}
 
     def answer(self, request: ParseChunkRequest | ToolGrammarRequest) -> ParserReply:
-        """The reply to a request. SGLang's failures become its `error`."""
+        """Answer a request; a failure of SGLang becomes the reply's `error`."""
         try:
             if isinstance(request, ToolGrammarRequest):
                 grammar, value = self._formats.build_tool_grammar(request)
@@ -336,7 +336,7 @@ class ParseRequestHandler:
                 )
             else:
                 reply = self._parse_chunk(request)
-        except Exception as error:  # boundary: SGLang's code, run on whatever comes
+        except Exception as error:  # boundary: SGLang's code, on any request
             reply = ParserReply(error=f"{type(error).__name__}: {error}")
         reply.call = request.call
         return reply
@@ -344,10 +344,10 @@ class ParseRequestHandler:
     def _parse_chunk(self, request: ParseChunkRequest) -> ParserReply:
         if request.opening is not None:
             self._replies[request.reply] = ReplyParser(self._formats, request.opening)
-            while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left
+            while len(self._replies) > MAX_OPEN_REPLIES:  # replies whose clients disconnected
                 del self._replies[next(iter(self._replies))]
         reply = self._replies.get(request.reply)
-        if reply is None:  # an earlier process knew it
+        if reply is None:  # an earlier process had it
             return ParserReply(is_unknown=True)
         if request.last:
             del self._replies[request.reply]
@@ -356,14 +356,14 @@ class ParseRequestHandler:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever SGLang prints goes to the log
+    os.dup2(2, 1)  # SGLang's output goes to the log
     lock = threading.Lock()
 
     def send(reply: ParserReply) -> None:
         with lock:
             out.write(msgspec.json.encode(reply) + b"\n")
 
-    process = ParseRequestHandler(ReplyParserFactory(*sys.argv[1:3]))
+    handler = ParseRequestHandler(ReplyParserFactory(*sys.argv[1:3]))
     decoder: msgspec.json.Decoder[ParserRequest] = msgspec.json.Decoder(ParserRequest)
     grammars = GrammarChecker(sys.argv[3], send)
     send(ParserReply())
@@ -374,7 +374,7 @@ def main() -> None:
         elif isinstance(request, GrammarCheckKill):
             grammars.kill(request.call)
         else:
-            send(process.answer(request))
+            send(handler.answer(request))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One replica of a cell: a server that is replaced when it dies, and what the cell says of it.
+"""Replica of a cell: an SGLang server that is replaced when it dies, and its reported state.
 
 starting -> ready -> serving
    ^          |         |        fence: serving -> ready
-   +----------+---------+        death, silence, or a change of weights that nobody ends
+   +----------+---------+        death, silence, or an unfinished change of weights
 """
 
 import logging
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 _SERVER_RESTART_BACKOFF = Backoff(0.5, 30.0)
 _REFUSALS = (
     *("ValueError", "TypeError", "KeyError", "AttributeError", "NotImplementedError"),
-    *("ImportError", "OSError: Can't load"),  # the latter of transformers, for a missing file
+    *("ImportError", "OSError: Can't load"),  # the latter by transformers, for a missing file
 )
-"""A start that such an error ends would end so again: it is no matter of memory or ports."""
+"""Errors that would end another start, too: memory and ports do not cause them."""
 _MAX_PORT_RACES = 5
 _CONTEXT_RESERVE_TOKENS = 8
-"""Of a replica's context, what SGLang does not give to a prompt, at most."""
+"""Maximum part of a replica's context that SGLang does not give to a prompt."""
 BuildCommand = Callable[[int, ServerPorts], ServerCommand]
-"""(incarnation, ports) to the command of that start."""
+"""Builder of a start's command from (incarnation, ports)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class ControlCallerIdentity:
     server_incarnation: int
     trainer_generation: int
     sender_timeout_s: float
-    """Not heard of for so long, the caller has vanished."""
+    """Time without a call after which the caller is lost."""
 
 
 class Replica:
-    """A server and its successors.
+    """Replica: a server and its successors.
 
     `maintain_server_once` runs in the job's main thread; the control proxy's thread calls
-    `build_view` and reports what passed through it. A lock keeps the two from seeing half a change.
+    `build_view` and reports its calls. A lock makes each change atomic for the other thread.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Replica:
         clock: AwakeClock,
         loaded_version: str = "",
     ) -> None:
-        """Weights that a server loads are served at once if they have a `loaded_version`."""
+        """Create a replica; with a `loaded_version` it serves the loaded weights at once."""
         self.index = index
         self._config = config
         self.nodes = NodePartTracker(config.nodes_per_replica)
@@ -93,7 +93,7 @@ class Replica:
         self._log_dir = log_dir
         self._events = events
         self.clock = clock
-        """Of all times here: a pause of this process is none of its servers'."""
+        """Clock of all times here; it stops while this process is paused."""
         self._policy = policy
         self._loaded_version = loaded_version
         self._lock = threading.RLock()
@@ -106,18 +106,18 @@ class Replica:
         self._probe: HealthProbe | None = None
         self._ready_at = 0.0
         self._fenced_at = 0.0
-        """When an update that is under way began; 0 without one."""
+        """Start of the current update; 0 without one."""
         self._paused_at = 0.0
-        """When generation was last ordered to pause."""
+        """Time of the last request to pause generation."""
         self._crashes = 0
         self._refusal = ""
-        """The error of a Python program that ended the start before."""
+        """Error of the previous start, if a Python exception ended it."""
         self._port_races = 0
         self._failures_in_a_row = 0
         self._not_before = 0.0
 
     def build_view(self) -> ReplicaView:
-        """State of this replica as its cell reports it."""
+        """Build the state that the cell reports."""
         with self._lock:
             version = self._update_state.served_version
             return ReplicaView(
@@ -132,9 +132,9 @@ class Replica:
             )
 
     def _read_last_incarnation(self) -> int:
-        """Counted in log files, so that a restarted job goes on where its predecessor stopped.
+        """Read the number from the names of log files, so that a restarted job continues counting.
 
-        Under Slurm each restart of a job has a folder of logs of its own, beside the others.
+        Under Slurm each restart of a job has a log folder of its own, beside the others.
         """
         folders = [self._log_dir, *(path for _, path in list_restart_dirs(self._log_dir.parent))]
         logs = (path for folder in folders for path in folder.glob("*.log"))
@@ -144,7 +144,7 @@ class Replica:
     # -- the job's main thread ---------------------------------------------------------------
 
     def maintain_server_once(self) -> None:
-        """Look after the server once: start, promote or replace it."""
+        """Check the server once, and start, promote or replace it."""
         now = self.clock.now()
         if self._server is None:
             if now >= self._not_before:
@@ -217,11 +217,11 @@ class Replica:
             self._record_event("weight_sender_lost", version=self._update_state.served_version)
 
     def _replace_server(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
-        """End what is left of a server and decide when, or whether, the next one starts.
+        """Kill a server, and decide when, or whether, the next one starts.
 
-        An end that was not the server's own fault does not count.
+        Only a crash of the server counts against `max_restarts`.
         """
-        usage_error, starting = server.has_usage_error, self._state == "starting"
+        has_usage_error, is_starting = server.has_usage_error, self._state == "starting"
         self.nodes.withdraw_node_parts()
         server.kill()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
@@ -232,13 +232,13 @@ class Replica:
         with self._lock:
             self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
             self._fenced_at = 0.0
-        if starting and usage_error:
+        if is_starting and has_usage_error:
             raise RecipeError(
                 f"SGLang rejected its command line:\n{server.read_log_tail(3)}",
                 key="inference.extra_args",
                 hint=f"read {server.log_path}",
             )
-        refusal = last_line if starting and last_line.startswith(_REFUSALS) else ""
+        refusal = last_line if is_starting and last_line.startswith(_REFUSALS) else ""
         if refusal and refusal == self._refusal:
             raise RecipeError(
                 f"SGLang ended twice as it started: {refusal}",
@@ -246,10 +246,10 @@ class Replica:
                 hint=f"choose another model or other options; read {server.log_path}",
             )
         self._refusal = refusal
-        if starting and server.lost_port_race() and self._port_races < _MAX_PORT_RACES:
-            self._port_races += 1  # other ports, at once; nobody's fault
+        if is_starting and server.lost_port_race() and self._port_races < _MAX_PORT_RACES:
+            self._port_races += 1  # retry at once with other ports; it is no crash
             return
-        is_healthy = not starting and self.clock.now() - self._ready_at >= self._policy.healthy_s
+        is_healthy = not is_starting and self.clock.now() - self._ready_at >= self._policy.healthy_s
         self._port_races = 0 if is_healthy else self._port_races
         self._crashes = self._policy.count_failures(
             self._crashes, made_progress=is_healthy, has_failed=is_crash
@@ -285,13 +285,13 @@ class Replica:
         record_span(span_name, now - seconds, now, f"replica {self.index}", **fields)
 
     # -- the control proxy's thread ------------------------------------
-    # Each method raises ControlCallRefusedError when the caller means another incarnation, when the
-    # replica is not up, and when a newer generation of the trainer has been here.
+    # Each method raises ControlCallRefusedError if the call is for another incarnation, if the
+    # replica is not ready, or if a newer generation of the trainer has called before.
 
     def stop_serving(
         self, caller: ControlCallerIdentity, request: FenceReplicaRequest
     ) -> ReplicaView:
-        """Take the replica out of service: an update is about to begin."""
+        """Take the replica out of service before an update."""
         with self._lock:
             self._admit_caller(caller)
             self._update_state.mark_fenced(
@@ -308,8 +308,8 @@ class Replica:
             self._admit_caller(caller)
             self._update_state.mark_serving(request.version)
             if self._fenced_at:
-                took_s = self.clock.now() - self._fenced_at
-                self._record_span("weight update", took_s, version=request.version)
+                duration_s = self.clock.now() - self._fenced_at
+                self._record_span("weight update", duration_s, version=request.version)
                 self._record_pause(request.version)
             self._fenced_at = 0.0
             return self.build_view()
@@ -321,7 +321,7 @@ class Replica:
         self._record_event("replica_resumed", **msgspec.structs.asdict(self._update_pause))
 
     def begin_control_call(self, caller: ControlCallerIdentity, route: str) -> SGLangServer:
-        """A control call for SGLang came in; the server, if it may be forwarded."""
+        """Register a control call; return the server to which it may be forwarded."""
         with self._lock:
             self._admit_caller(caller)
             now = self.clock.now()
@@ -332,22 +332,22 @@ class Replica:
             return self._server
 
     def build_scoring_body(self, input_ids: list[int]) -> bytes:
-        """SGLang's request to score a prompt, paused or not, past no cache."""
-        room = (self._config.context_length or math.inf) - _CONTEXT_RESERVE_TOKENS
+        """Build the request that scores a prompt without the cache, even while SGLang is paused."""
+        max_tokens = (self._config.context_length or math.inf) - _CONTEXT_RESERVE_TOKENS
         return msgspec.json.encode(
             {
                 "rid": f"{SCORING_ID_PREFIX}{uuid.uuid4().hex}",
-                "input_ids": input_ids[: int(min(len(input_ids), room))],
+                "input_ids": input_ids[: int(min(len(input_ids), max_tokens))],
                 "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
                 "return_logprob": True,
-                "logprob_start_len": 0,  # from here on nothing is taken from the cache
+                "logprob_start_len": 0,  # behind this index SGLang does not use the cache
             }
         )
 
     def finish_control_call(
         self, caller: ControlCallerIdentity, route: str, accepted: bool | None
     ) -> None:
-        """A call that `begin_control_call` let through is over; None: SGLang never answered."""
+        """Register the end of a forwarded call; `accepted` is None if SGLang never answered."""
         with self._lock:
             if caller.server_incarnation != self._incarnation:
                 return

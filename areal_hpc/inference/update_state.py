@@ -1,20 +1,20 @@
-"""Weight-update state of one replica: fenced, changing, verified, overdue.
+"""State of a replica's weight update: fenced, changing, verified, overdue.
 
     fence -> pause_generation -> begin_weight_update -> ... -> continue_generation -> serve
     |--------- untouched -------|---------- changed ---------------------------------|
 
-Until the change begins the server holds the weights that were verified last, whatever becomes of
-the sender. From there on nobody can vouch for them but by verifying them anew.
+Until the change begins, the server has the weights that were verified last, even if the sender is
+lost. From then on the weights are unknown until they are verified again.
 """
 
 import math
 
 WEIGHT_CHANGING_ROUTES = ("begin_weight_update", "update_weights_from_disk")
-"""Control calls with which a change of the weights begins."""
+"""Control calls that begin a change of the weights."""
 
 
 class WeightUpdateState:
-    """The update of one incarnation as its cell sees it. Times are those of `time.monotonic`."""
+    """Update of one incarnation, as its cell sees it. Times are those of an `AwakeClock`."""
 
     def __init__(self) -> None:
         self._version = ""
@@ -24,15 +24,15 @@ class WeightUpdateState:
         self._calls_in_flight = 0
         self._busy_since = self._busy_s = 0.0
         self.last_busy_s = 0.0
-        """Of the newest update: seconds in which control calls were under way."""
+        """Seconds of the newest update during which control calls were running."""
         self.is_closing = False
-        """The cell is ending the update of a sender that vanished: a new one has to wait."""
+        """Whether the cell is ending the update of a lost sender: a new sender must wait."""
         self.unanswered = ""
-        """The control call that SGLang never answered: it is stuck."""
+        """Control call that SGLang never answered, since it hangs; empty if there is none."""
         self.is_paused = False
-        """SGLang holds generation back."""
+        """Whether SGLang has paused generation."""
         self.is_changed = False
-        """A change of the weights was begun and has not been verified."""
+        """Whether a change of the weights began and is not verified yet."""
 
     @property
     def served_version(self) -> str:
@@ -48,7 +48,7 @@ class WeightUpdateState:
     def mark_fenced(
         self, now: float, sender_timeout_s: float, *, stays_if_sender_lost: bool
     ) -> None:
-        """Take the replica out of service. A second fence does not put off the deadline."""
+        """Take the replica out of service. A second fence does not extend the deadline."""
         if not self._is_fenced:
             self._busy_s = 0.0
         self._is_fenced = True
@@ -56,7 +56,7 @@ class WeightUpdateState:
         self._start_sender_deadline(now + sender_timeout_s)
 
     def on_call_started(self, route: str, now: float, sender_timeout_s: float) -> None:
-        """A control call is about to be forwarded to SGLang."""
+        """Record a control call that will be forwarded to SGLang."""
         if not self._calls_in_flight:
             self._busy_since = now
         self._calls_in_flight += 1
@@ -67,10 +67,10 @@ class WeightUpdateState:
     def on_call_finished(
         self, route: str, now: float, sender_timeout_s: float, *, accepted: bool
     ) -> None:
-        """A forwarded call is over.
+        """Record the end of a forwarded call.
 
-        Each one that SGLang accepted puts off the deadline, but for pauses: SGLang accepts
-        those even when it is stuck.
+        Each accepted call extends the deadline, except for a pause, which SGLang accepts even when
+        it hangs.
         """
         self._calls_in_flight -= 1
         if not self._calls_in_flight:
@@ -86,14 +86,14 @@ class WeightUpdateState:
             self._sender_until = now + sender_timeout_s
 
     def mark_serving(self, version: str) -> None:
-        """The weights were verified."""
+        """Put the replica into service with verified weights."""
         self._version = version
         self.last_busy_s = self._busy_s
         self.is_changed = self._is_fenced = self._fence_stays = False
         self._sender_until = math.inf
 
     def drop_lost_sender(self) -> None:
-        """The sender vanished before it changed anything: the old weights are as good as ever."""
+        """Drop a sender that was lost before it changed anything: the old weights stay valid."""
         assert not self.is_changed
         self.is_paused = self.is_closing = False
         self._is_fenced = self._fence_stays
