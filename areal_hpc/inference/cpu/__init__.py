@@ -1,1 +1,1 @@
-"""SGLang on a machine without a GPU."""
+"""SGLang on machines without a GPU. `sglang_cpu.py` is the server's program."""

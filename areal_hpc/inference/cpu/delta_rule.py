@@ -1,8 +1,8 @@
-"""Gated delta rule of Qwen3-Next and Qwen3.5 in plain torch, where SGLang asks for CPU kernels.
+"""Gated delta rule of Qwen3-Next and Qwen3.5 in plain torch, in place of SGLang's CPU kernels.
 
-SGLang 0.5.23 imports them from `sgl_kernel`, which PyPI has for CUDA alone. Each function here
-stands in the place of one: same name, same arguments, the states of its requests changed in place.
-Token after token, they are for models that are tiny.
+SGLang 0.5.23 imports the kernels from `sgl_kernel`, which PyPI has only for CUDA. Each public
+function here replaces one: it has the same name and arguments, and changes the states of requests
+in place. They compute token by token, which is fast enough for tiny models.
 
 Shapes: T tokens of all requests, one request after another; C channels; W width of a convolution.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 
 
 def install_kernels() -> None:
-    """Put the functions in place. Before SGLang imports its models."""
+    """Install the functions; must run before SGLang imports its models."""
     module = types.ModuleType("sgl_kernel.mamba")
     namespace: Any = torch.ops.sgl_kernel
     imported: list[Callable[..., Any]] = [
@@ -40,13 +40,13 @@ def install_kernels() -> None:
     for owner, functions in ((module, imported), (namespace, operators)):
         for function in functions:
             setattr(owner, function.__name__, function)
-    # Named where models are imported, called with AMX tiles alone.
+    # SGLang's models name it at their import, but call it only with AMX tiles.
     namespace.fused_input_proj_cpu = None
     sys.modules[module.__name__] = module
 
 
 def replace_triton_norms() -> None:
-    """Give norms and gates of SGLang, which call Triton, bodies in plain torch."""
+    """Replace SGLang's norms and gates, which call Triton, by plain torch."""
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.kernels.ops.elementwise import elementwise
 
@@ -123,7 +123,7 @@ def _normalize_as_gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> to
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: torch.Tensor, ba: torch.Tensor, k_heads: int, v_heads: int, k_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values [T, C], gates [T, v_heads, v_dim], b and a [T, v_heads]."""
+    """Split into queries, keys and values [T, C], gates [T, v_heads, v_dim], b, a [T, v_heads]."""
     channels = 2 * k_heads * k_dim + v_heads * v_dim
     gates = qkvz[:, channels:].reshape(-1, v_heads, v_dim)
     parts = (qkvz[:, :channels], gates, ba[:, :v_heads], ba[:, v_heads:])
@@ -133,7 +133,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qkvzba_split_reshape_cat_cpu(
     qkvz: torch.Tensor, ba: torch.Tensor, k_heads: int, v_heads: int, k_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, ...]:
-    """The same of what lies interleaved by key head."""
+    """Split in the same way tensors that are interleaved by key head."""
     tokens, copies = len(qkvz), v_heads // k_heads
     sizes = [k_dim, k_dim, copies * v_dim, copies * v_dim]
     *qkv, gates = qkvz.view(tokens, k_heads, -1).split(sizes, -1)
@@ -149,7 +149,7 @@ def fused_qkvzba_split_reshape_cat_cpu(
 def fused_gdn_gating_cpu(
     log_decay: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decays, as logarithms, and the shares that are written [1, T, v_heads]."""
+    """Compute log decays and the shares to write, both [1, T, v_heads]."""
     decays = -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float())
     return decays[None], torch.sigmoid(b.float()).to(b.dtype)[None]
 
@@ -165,16 +165,16 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Any = None,
     **_: Any,
 ) -> torch.Tensor:
-    kept, convolved = weight_CW.shape[1] - 1, torch.empty_like(x_CT)
+    history, convolved = weight_CW.shape[1] - 1, torch.empty_like(x_CT)
     for index, (first, last) in enumerate(itertools.pairwise(query_start_loc.tolist())):
         if first == last:
             continue
-        state = conv_states[int(cache_indices[index])][..., -kept:]
+        state = conv_states[int(cache_indices[index])][..., -history:]
         past = state if bool(has_initial_state[index]) else torch.zeros_like(state)
-        seen = torch.cat([past.to(x_CT.dtype), x_CT[:, first:last]], 1)
-        rows = F.conv1d(seen[None], weight_CW[:, None], bias, groups=len(weight_CW))[0]
+        inputs = torch.cat([past.to(x_CT.dtype), x_CT[:, first:last]], 1)
+        rows = F.conv1d(inputs[None], weight_CW[:, None], bias, groups=len(weight_CW))[0]
         convolved[:, first:last] = _activate(rows, activation)
-        state.copy_(seen[:, -kept:])
+        state.copy_(inputs[:, -history:])
     return convolved
 
 
@@ -187,14 +187,14 @@ def causal_conv1d_update_cpu(
     conv_state_indices: Any = None,
     **_: Any,
 ) -> torch.Tensor:
-    """One token of each request [requests, C]."""
-    kept, convolved = weight_CW.shape[1] - 1, torch.empty_like(x)
-    for index, place in enumerate(conv_state_indices.tolist()):
-        state = conv_states[place][..., -kept:]
-        seen = torch.cat([state.to(x.dtype), x[index][:, None]], 1)
-        row = (seen * weight_CW).sum(1)
+    """Convolve one token of each request [requests, C]."""
+    history, convolved = weight_CW.shape[1] - 1, torch.empty_like(x)
+    for index, state_index in enumerate(conv_state_indices.tolist()):
+        state = conv_states[state_index][..., -history:]
+        inputs = torch.cat([state.to(x.dtype), x[index][:, None]], 1)
+        row = (inputs * weight_CW).sum(1)
         convolved[index] = _activate(row if bias is None else row + bias, activation)
-        state.copy_(seen[:, 1:])
+        state.copy_(inputs[:, 1:])
     return convolved
 
 
@@ -213,13 +213,13 @@ def chunk_gated_delta_rule_cpu(
     initial_state_indices: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    places = initial_state_indices
-    out = _run_delta_rule(q, k, v, g, beta, initial_state, places, cu_seqlens)
+    indices = initial_state_indices
+    out = _run_delta_rule(q, k, v, g, beta, initial_state, indices, cu_seqlens)
     return out, None, None
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log: torch.Tensor,  # its name there
+    A_log: torch.Tensor,  # SGLang's name
     dt_bias: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -233,8 +233,8 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
 ) -> torch.Tensor:
     a, b = (part.reshape(-1, part.shape[-1]) for part in (a, b))
     decays, shares = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    states, places = initial_state_source, initial_state_indices
-    return _run_delta_rule(q, k, v, decays, shares, states, places, cu_seqlens)
+    states, indices = initial_state_source, initial_state_indices
+    return _run_delta_rule(q, k, v, decays, shares, states, indices, cu_seqlens)
 
 
 def _run_delta_rule(
@@ -244,25 +244,25 @@ def _run_delta_rule(
     decays: torch.Tensor,
     shares: torch.Tensor,
     states: torch.Tensor,
-    places: torch.Tensor,
+    state_indices: torch.Tensor,
     starts: torch.Tensor,
 ) -> torch.Tensor:
-    """Read and write the states [v_heads, k_dim, v_dim] of all requests, token after token."""
+    """Update the states [v_heads, k_dim, v_dim] of all requests, token by token."""
     copies = value.shape[2] // query.shape[2]
     query, key = (_to_unit_length(part[0]).repeat_interleave(copies, 1) for part in (query, key))
     query = query * query.shape[-1] ** -0.5
     out = torch.empty_like(value)
     for index, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
-        place = int(places[index])
-        state = states[place].float()
+        state_index = int(state_indices[index])
+        state = states[state_index].float()
         for token in range(first, last):
             state = state * decays[0, token].float().exp()[:, None, None]
-            known = (state * key[token][:, :, None]).sum(1)
-            news = (value[0, token].float() - known) * shares[0, token].float()[:, None]
-            state = state + key[token][:, :, None] * news[:, None]
+            recalled = (state * key[token][:, :, None]).sum(1)
+            change = (value[0, token].float() - recalled) * shares[0, token].float()[:, None]
+            state = state + key[token][:, :, None] * change[:, None]
             out[0, token] = (state * query[token][:, :, None]).sum(1).to(out.dtype)
         if first < last:
-            states[place] = state.to(states.dtype)
+            states[state_index] = state.to(states.dtype)
     return out
 
 

@@ -1,21 +1,21 @@
-"""SGLang on a machine without a GPU: stubbed kernels, then the real server.
+"""SGLang's server on a machine without a GPU: kernels are stubs, and all else is SGLang's.
 
-PyPI's sglang imports three packages that exist, or import, only next to CUDA. Stand-ins are
-put in their place before the first import; no file of SGLang is changed:
+PyPI's sglang imports three packages that exist, or can be imported, only with CUDA. Stand-ins
+replace them before the first import; no file of SGLang is changed:
 
-| package     | why it cannot be had                      | the stand-in                          |
+| package     | reason why it is missing                  | stand-in                              |
 |-------------|-------------------------------------------|---------------------------------------|
 | sgl_kernel  | CUDA wheels only                          | functions that raise when called      |
 | torchvision | its wheel fails beside CPU torch          | names that can be imported and nested |
 | triton      | 690 MB, useless without a GPU             | decorators that return the function   |
 
-Without AMX tiles SGLang itself takes plain torch paths on a CPU, so the stand-ins run the
-same model code as a complete installation would (sglang 0.5.23, `cpu_has_amx_support`).
+Without AMX tiles SGLang itself computes with plain torch on a CPU, so the model code is the same
+as in a complete installation (sglang 0.5.23, `cpu_has_amx_support`).
 
 SGLang spawns its scheduler and its detokenizer, which then import everything again: a third of
-its start. Here they are forked.
+its start. This module forks them instead.
 
-This module runs in SGLang's environment and imports nothing that is missing there.
+It runs in SGLang's environment and imports nothing that is missing there.
 """
 
 from __future__ import annotations
@@ -108,15 +108,15 @@ class _StubModuleFinder:
         return _StubModule(spec.name, self._roots[spec.name.partition(".")[0]])
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """A stand-in has no code."""
+        """Do nothing: a stand-in has no code."""
 
 
 def install_stub_modules() -> None:
-    """Make SGLang importable here."""
+    """Make SGLang importable on a machine without a GPU."""
     kernels = _StubModule("sgl_kernel", _make_missing_kernel)
-    # No finder: SGLang guards imports of submodules (`sgl_kernel.<x>`), and those must fail.
+    # Without a finder, because SGLang's guarded imports of `sgl_kernel.<x>` must fail.
     kernels.__spec__ = ModuleSpec("sgl_kernel", None, is_package=True)
-    kernels.__version__ = "0.4.10"  # SGLang refuses to start beside another version
+    kernels.__version__ = "0.4.10"  # SGLang refuses to start with another version
     sys.modules["sgl_kernel"] = kernels
     makers: dict[str, Callable[[str], Any]] = {
         "torchvision": _StubObject,
@@ -131,16 +131,16 @@ def install_stub_modules() -> None:
 
 
 def _patch_sglang_to_fork() -> None:
-    """Have SGLang fork its children, once it has imported everything and before any thread.
+    """Patch SGLang to fork its children after all imports and before it starts threads.
 
-    Beside a GPU that would break: CUDA does not survive a fork.
+    With a GPU that would fail: CUDA does not survive a fork.
     """
     from sglang.srt.entrypoints import engine
 
     set_up = engine._set_envs_and_config
 
     def set_up_and_fork(server_args: Any) -> None:
-        set_up(server_args)  # which asks for spawning
+        set_up(server_args)  # it selects spawning
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = set_up_and_fork
@@ -153,9 +153,9 @@ def _patch_sglang_to_fork() -> None:
 
 
 def _keep_routes_in_plain_memory() -> None:
-    """Give the buffer of chosen experts (`--enable-return-routed-experts`) memory of the host.
+    """Allocate the buffer of routed experts (`--enable-return-routed-experts`) in unpinned memory.
 
-    SGLang has it pinned by CUDA.
+    SGLang pins it with CUDA.
     """
     import torch
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -164,7 +164,7 @@ def _keep_routes_in_plain_memory() -> None:
 
 
 def _ignore_pinned_memory() -> None:
-    """Let SGLang's adapters ask for pinned memory, which there is beside CUDA alone."""
+    """Patch torch to ignore requests of SGLang's adapters for pinned memory, which needs CUDA."""
     import torch
 
     def make_unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +182,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    # Else the states of convolutions are rounded to bfloat16, whatever the model's type.
+    # Without it the states of convolutions are rounded to bfloat16 for every model.
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     delta_rule.install_kernels()
     delta_rule.replace_triton_norms()

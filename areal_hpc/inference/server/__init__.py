@@ -1,1 +1,1 @@
-"""One SGLang server: command line, keys, log, process, and what a killed one leaves behind."""
+"""One SGLang server: command line, keys, patches, process, log, and files on its node."""

@@ -1,12 +1,12 @@
-"""Files that SGLang servers have on a node: compiler caches, and shared memory of killed ones.
+"""Files of SGLang servers on a node: compiler caches, and shared memory of killed servers.
 
-Triton, TorchInductor, FlashInfer, DeepGEMM and SGLang itself compile kernels for the GPU as a
-server starts, and by default they leave them below the user's home. There all servers of a run
-would write at once, over the network, and what was compiled for one kind of GPU fits no other.
+Triton, TorchInductor, FlashInfer, DeepGEMM and SGLang itself compile kernels for the GPU when a
+server starts, and store them below the user's home by default. There all servers of a run would
+write at once over the network, and kernels for one kind of GPU do not fit another.
 
-A server that ends by force leaves its files in /dev/shm, where they take memory until the node is
-started anew; once it is full, the next server dies of SIGBUS as it starts. SGLang itself cleans up
-in its own tests alone (sglang 0.5.23, `srt/utils/stale_shm_cleanup.py`).
+A killed server leaves its files in /dev/shm, where they take memory until the node restarts; once
+it is full, the next server dies of SIGBUS at its start. SGLang itself removes them only in its own
+tests (sglang 0.5.23, `srt/utils/stale_shm_cleanup.py`).
 """
 
 import logging
@@ -22,22 +22,22 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
 _SGLANG_PREFIXES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
-"""Names that nothing but SGLang gives."""
+"""Prefixes of file names that only SGLang uses."""
 _MIN_AGE_S = 30.0
-"""A file so young may be between its creation by one process and its opening by another."""
+"""Minimum age of a stale file; a younger one may not have been opened yet by its second process."""
 _CACHE_VARIABLES = {
-    # From this one SGLang derives those of Triton, FlashInfer, DeepGEMM and CUDA's own compiler
-    # (sglang 0.5.23, `srt/environ.py`).
+    # SGLang derives the variables of Triton, FlashInfer, DeepGEMM and CUDA's own compiler from this
+    # one (sglang 0.5.23, `srt/environ.py`).
     "SGLANG_CACHE_DIR": "",
     "SGLANG_JIT_CACHE_DIR": "jit",
-    # SGLang would derive it, too, but by changing its environment, and setproctitle then finds
-    # nothing to write into: SGLang's processes are known by their titles.
+    # SGLang would derive it, too, but changes its environment for that, so that setproctitle cannot
+    # write titles any more, by which SGLang's processes are found.
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
 }
 
 
 def build_cache_variables(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Variables that put a server's compiler caches below a folder, but for those already set."""
+    """Build variables that put a server's compiler caches below a folder, unless they are set."""
     root = Path(environ.get("SGLANG_CACHE_DIR", folder))
     return {
         name: environ.get(name, str(root / subfolder))
@@ -46,10 +46,10 @@ def build_cache_variables(environ: Mapping[str, str], folder: Path) -> dict[str,
 
 
 def make_cache_dir(fallback: Path) -> Path:
-    """The node's folder of caches for this user, kept for later servers.
+    """Create this user's folder of compiler caches on the node, which later servers use, too.
 
-    Servers run what they find there: where the folder belongs to another user, or others may write
-    in it, the fallback is returned, in which each server compiles anew.
+    Servers execute the files in it. If the folder belongs to another user, or others may write to
+    it, the fallback is returned, in which each server compiles again.
     """
     folder = Path(tempfile.gettempdir()) / f"areal_hpc-compiled-{os.getuid()}"
     try:
@@ -70,15 +70,15 @@ def make_cache_dir(fallback: Path) -> Path:
 
 
 def remove_stale_files() -> list[Path]:
-    """Remove what this user's servers left that ended by force, and no process uses; its paths."""
-    oldest_kept_at = time.time() - _MIN_AGE_S
+    """Remove files of this user's killed servers that no process uses; return their paths."""
+    newest_stale_at = time.time() - _MIN_AGE_S
     stale: set[Path] = set()
     with suppress(FileNotFoundError):
         for path in SHARED_MEMORY_DIR.iterdir():
             with suppress(OSError):
                 status = path.lstat()
                 is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-                is_old = status.st_mtime < oldest_kept_at
+                is_old = status.st_mtime < newest_stale_at
                 if path.name.startswith(_SGLANG_PREFIXES) and is_own_file and is_old:
                     stale.add(path)
     for process in Path("/proc").glob("[0-9]*") if stale else ():
@@ -89,15 +89,15 @@ def remove_stale_files() -> list[Path]:
 
 
 def _list_process_files(process: Path) -> set[Path]:
-    """What a process maps or holds open, as far as it may be asked."""
-    found: set[Path] = set()
+    """List the files that a process maps or has open, as far as this user may read them."""
+    files: set[Path] = set()
     with suppress(OSError):
         for line in (process / "maps").read_text(errors="surrogateescape").splitlines():
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith("/"):
-                found.add(Path(fields[5]))
+                files.add(Path(fields[5]))
     with suppress(OSError):
         for descriptor in (process / "fd").iterdir():
             with suppress(OSError):
-                found.add(descriptor.readlink())
-    return found
+                files.add(descriptor.readlink())
+    return files

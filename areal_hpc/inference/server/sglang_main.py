@@ -1,7 +1,8 @@
-"""SGLang's own server: hidden keys, scoring while paused, lasting routes, an adapter sent alone.
+"""Start of SGLang's own server with patches for RL.
 
-SGLang spawns its schedulers, which import this module as `__mp_main__`.
-This module runs in SGLang's environment and imports nothing that is missing there.
+The patches hide keys, score prompts while SGLang is paused, keep the expert routes of retracted
+requests, and load an adapter from weight updates. SGLang spawns its schedulers, which import this
+module as `__mp_main__`. It runs in SGLang's environment and imports nothing that is missing there.
 """
 
 import json
@@ -17,9 +18,9 @@ from areal_hpc.wire.replicas import ADAPTER_VARIABLE
 
 log = logging.getLogger(__name__)
 KEYS_FILE_VARIABLE = "AREAL_HPC_SGLANG_KEYS_FILE"
-"""Environment variable that names the file with the server's keys; without it the server asks for
-none. A command line is there for everybody on the node to read, and an environment is inherited by
-all that the server starts."""
+"""Environment variable with the path of the file of the server's keys; without it the server
+requires none. Every user of the node could read keys on the command line, and all children of the
+server would inherit keys in the environment."""
 SCORING_ID_PREFIX = "areal-score-"
 
 _is_scoring = ContextVar("is_scoring", default=False)
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
-    """A file for `consume_keys_file`, readable by its owner alone."""
+    """Write the file for `consume_keys_file`, readable by its owner only."""
     path = folder / "keys.json"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as stream:
@@ -48,14 +49,14 @@ def write_keys_file(folder: Path, api_key: str, admin_key: str) -> Path:
 
 
 def consume_keys_file() -> list[str]:
-    """SGLang's arguments for the keys in the file, which is gone on return; nothing without one.
+    """Read the keys as arguments of SGLang, and delete their file; no arguments without a file.
 
-    From then on the keys stand in no line that this process logs: SGLang logs all its arguments.
+    From then on no log line of this process has the keys: SGLang logs all its arguments.
     """
-    named = os.environ.get(KEYS_FILE_VARIABLE, "")
-    if not named:
+    file_name = os.environ.get(KEYS_FILE_VARIABLE, "")
+    if not file_name:
         return []
-    path = Path(named)
+    path = Path(file_name)
     keys: dict[str, str] = json.loads(path.read_text())
     path.unlink()
     _hide_secrets_in_logs([*keys.values()])
@@ -69,7 +70,7 @@ def _hide_secrets_in_logs(secrets: list[str]) -> None:
         record = make_record(*args, **options)
         try:
             text = record.getMessage()
-        except Exception:  # boundary: a handler would tell what is wrong with the call, and go on
+        except Exception:  # boundary: a handler would report the faulty call and continue
             text = f"{record.msg} {record.args}"
             record.msg, record.args = text, ()
         if any(secret in text for secret in secrets):
@@ -85,12 +86,12 @@ def _hide_secrets_in_logs(secrets: list[str]) -> None:
 
 
 def install_paused_scoring() -> None:
-    """Patch SGLang in this process, which tokenizes, or runs the model, or forks both.
+    """Patch SGLang to score prompts while it is paused, in the tokenizer and in the scheduler.
 
-    After an update of its weights a replica proves them by the log-probabilities of a fixed prompt,
-    before any other request may see them. SGLang runs nothing while it is paused, so two places let
-    requests pass whose id begins with `SCORING_ID_PREFIX`: the tokenizer does not hold them back,
-    and the scheduler runs each at once and alone, with the requests that wait put aside.
+    After a weight update a replica proves its weights by the log-probabilities of a fixed prompt,
+    before any other request may use them. SGLang runs no request while it is paused. The patches
+    let requests pass whose id begins with `SCORING_ID_PREFIX`: the tokenizer does not hold them,
+    and the scheduler runs each at once and alone, while the other requests wait.
     """
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -120,13 +121,13 @@ def install_paused_scoring() -> None:
 
 
 def _run_alone(scheduler: Any, tokens: int, add_request: Callable[[], None]) -> None:
-    """Run what is added as `Scheduler.event_loop_normal` does, and leave all else as it is."""
+    """Run the added request as `Scheduler.event_loop_normal` does; leave all others unchanged."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     if not _has_room(scheduler, tokens):
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-    held = {
+    saved = {
         name: getattr(scheduler, name)
         for name in ("waiting_queue", "running_batch", "last_batch", "chunked_req")
     }
@@ -144,12 +145,12 @@ def _run_alone(scheduler: Any, tokens: int, add_request: Callable[[], None]) -> 
             scheduler.process_batch_result(batch, scheduler.run_batch(batch))
             scheduler.last_batch = batch
     finally:
-        for name, value in held.items():
+        for name, value in saved.items():
             setattr(scheduler, name, value)
 
 
 def _has_room(scheduler: Any, tokens: int) -> bool:
-    """Whether a prompt fits in beside requests that were paused in place."""
+    """Return whether a prompt fits beside the requests that were paused in place."""
     pool = scheduler.token_to_kv_pool_allocator
     free_tokens = pool.available_size() + scheduler.tree_cache.evictable_size()
     return bool(
@@ -162,10 +163,10 @@ def _has_room(scheduler: Any, tokens: int) -> bool:
 
 
 def keep_sampling_routes() -> None:
-    """Patch SGLang to return the experts of the passes that sampled, of retracted requests too.
+    """Patch SGLang to return the experts of the passes that sampled, also of retracted requests.
 
-    It keeps them by the places of keys, which a retracted request computes anew, maybe by other
-    weights. Ids leave in one byte where that is enough, else in two.
+    SGLang stores them by the slots of keys, which a retracted request computes again, possibly with
+    other weights. Ids are sent in one byte if that is enough, else in two.
     """
     import torch
     from sglang.srt.managers import schedule_batch
@@ -186,8 +187,8 @@ def keep_sampling_routes() -> None:
         if capturer is not None and req.return_routed_experts and req.output_ids:
             tokens = len(req.origin_input_ids) + len(req.output_ids)
             start = req.routed_experts_start_len
-            held = capturer.get_topk(req.kv.req_pool_idx, tokens, req_to_token_pool, start)
-            req.areal_routes = join_kept(req, held)
+            routes = capturer.get_topk(req.kv.req_pool_idx, tokens, req_to_token_pool, start)
+            req.areal_routes = join_kept(req, routes)
         released: bool = release(req=req, req_to_token_pool=req_to_token_pool, **others)
         return released
 
@@ -203,25 +204,25 @@ def keep_sampling_routes() -> None:
     SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_and_join
 
 
-# An adapter in the place of weights (sglang 0.5.23, private APIs) -------------------------------
+# An adapter in place of weights (sglang 0.5.23, private APIs) -------------------------------
 
 
 def serve_sent_adapter() -> None:
-    """Patch SGLang to take what updates bring for an adapter, and to run all requests with it.
+    """Patch SGLang to load the tensors of updates as an adapter, and to run all requests with it.
 
-    SGLang gives other numbers another name, and requests keep the name they came with. Here one
-    adapter has new numbers as weights would: while nothing runs, and what was computed with the
-    old ones is flushed. So requests under way go on with the new ones.
+    In SGLang an adapter with new tensors has a new name, and requests keep the adapter that they
+    started with. Here one adapter gets new tensors like weights: while nothing runs, and the caches
+    of the old ones are flushed. So running requests continue with the new tensors.
     """
-    described = os.environ.get(ADAPTER_VARIABLE, "")
-    if not described:
+    settings_text = os.environ.get(ADAPTER_VARIABLE, "")
+    if not settings_text:
         return
     import torch
     from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    settings = json.loads(described)
+    settings = json.loads(settings_text)
     adapter = LoRARef(lora_id="sent", lora_name="sent", lora_path="sent", pinned=False)
     received: dict[str, torch.Tensor] = {}
     add_request = Scheduler._add_request_to_queue
@@ -236,7 +237,7 @@ def serve_sent_adapter() -> None:
         result = manager.load_lora_adapter_from_tensors(adapter, {**received}, settings)
         received.clear()
         if not result.success:
-            # An update that broke off. The base alone fails the proof, so it serves nobody.
+            # The update was cut off. The base model fails the proof, so it serves no request.
             log.error("the adapter cannot be loaded: %s", result.error_message)
 
     def add_with_adapter(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
@@ -250,8 +251,8 @@ def serve_sent_adapter() -> None:
 
 
 def install_patches() -> None:
-    """Patch SGLang in this process; the parts of it that are not asked for stay as they are."""
-    serve_sent_adapter()  # first: what is scored while paused is to run with the adapter, too
+    """Install all patches in this process; without an adapter, SGLang's adapters stay unchanged."""
+    serve_sent_adapter()  # first: prompts scored while paused must run with the adapter, too
     install_paused_scoring()
     keep_sampling_routes()
 

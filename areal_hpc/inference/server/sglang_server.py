@@ -1,4 +1,4 @@
-"""One SGLang server process: ports, readiness, liveness, death, log tail."""
+"""One SGLang server with its processes: ports, start, readiness, health, end, and log."""
 
 import logging
 import os
@@ -34,35 +34,35 @@ from areal_hpc.wire.http import responds_with_200
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
-"""For a server that was asked to end."""
+"""Time for a server to end after a stop request."""
 _KILL_TIMEOUT_S = 30.0
-"""Longest that the kernel may take to end a process and to free its memory."""
+"""Maximum time for the kernel to end a process and to free its memory."""
 _MAX_TEMP_DIR_CHARS = 79
-"""Of the folder above a scratch folder: paths of sockets within that end at 107 characters."""
+"""Maximum length of a scratch folder's parent; a socket's path may have 107 characters."""
 _LOG_WRITE_TIMEOUT_S = 1.0
-"""For the last words of a server that has ended."""
+"""Time to write the last output of a server that has ended."""
 _READY_REQUEST_TIMEOUT_S = 0.5
 _CONTINUE_TIMEOUT_S = 2.0
 _PROCESS_TITLE_PREFIX = "sglang::"
-"""SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
+"""Prefix of the titles of schedulers and detokenizers (sglang 0.5.23, `srt/managers`)."""
 _PORT_TAKEN_MESSAGES = ("address already in use", "Port is already in use")
 _LOG_TAIL_BYTES = 16384
 _ERROR_LINE_PATTERN = re.compile(r"(\[[^]]*\] *)?([\w.]+(Error|Exception)\b|.*\berror:)")
-"""An exception as the end of a traceback, or a program's complaint, with a time before it."""
+"""Last line of a traceback, or error message of a program, perhaps behind a time."""
 _MAX_ERROR_LINE_CHARS = 300
 _LOCAL_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MIN_PORT = 10000
 _MIN_PORT_COUNT = 1000
-"""Fewer, and cells that start together would choose alike."""
+"""Minimum number of candidates; with fewer, cells that start together would choose equal ports."""
 _LOG_READ_INTERVAL_S = 2.0
 _MAX_HELD_PIECES, _MAX_PIECE_BYTES = 1024, 1 << 16
-"""Output that waits for the storage of a log; the rest is left out."""
+"""Limits of output that waits for the log's storage; more output is dropped."""
 _PROBES_PER_TIMEOUT = 6
-"""A server has several chances to answer before it counts as silent."""
+"""Probes that a server can answer before it counts as silent."""
 
 
 def choose_server_ports() -> ServerPorts:
-    """Ports nobody listens on now. Another process may still take one before SGLang does."""
+    """Choose free ports. Another process may still take one before SGLang does."""
     http_port = _find_free_port()
     while (rendezvous_port := _find_free_port()) == http_port:
         pass
@@ -70,10 +70,10 @@ def choose_server_ports() -> ServerPorts:
 
 
 def _find_free_port() -> int:
-    """One that the kernel gives to no outgoing connection, where it leaves enough of them.
+    """Find a free port, if possible outside the kernel's range for outgoing connections.
 
-    SGLang binds it ten seconds or more after it was chosen. In that time any connection, of any
-    process on the node, might be given a port of the other kind.
+    SGLang binds the port ten seconds or more later. In that time a connection of any process on the
+    node could get a port of that range.
     """
     first_outgoing = int(_LOCAL_PORT_RANGE_FILE.read_text().split()[0])
     candidates = range(_MIN_PORT, first_outgoing)
@@ -85,21 +85,21 @@ def _find_free_port() -> int:
 
 
 def make_scratch_dir() -> str:
-    """A new folder for SGLang's files and sockets: in TMPDIR, or in /tmp if that is too long.
+    """Create a folder for SGLang's files and sockets: in TMPDIR, or in /tmp if that is too long.
 
-    A batch job's TMPDIR may be long, and a socket with a long path ends SGLang as it starts.
+    A batch job's TMPDIR may be long, and SGLang ends at its start if a socket's path is too long.
     """
-    place = tempfile.gettempdir()
+    parent = tempfile.gettempdir()
     return tempfile.mkdtemp(
-        prefix="sglang-", dir=place if len(place) <= _MAX_TEMP_DIR_CHARS else "/tmp"
+        prefix="sglang-", dir=parent if len(parent) <= _MAX_TEMP_DIR_CHARS else "/tmp"
     )
 
 
 class SGLangServer:
-    """A running SGLang server with all its processes.
+    """Running SGLang server with all its processes.
 
-    Start it from a thread that lives as long as the server may: the kernel's death signal is
-    tied to the thread, not to the process, that started the child.
+    Create it in a thread that lives as long as the server may: the kernel ties the death signal to
+    the thread, not to the process, that started the child.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class SGLangServer:
         self.keys = command.keys
         self.log_path = log_path
         self.started_at = started_at
-        """By the caller's clock."""
+        """Time of the start by the caller's clock."""
         self._http_port = ports.http
         if stale := remove_stale_files():
             log.info("removed %d files of shared memory that dead servers left", len(stale))
-        self._members: list[psutil.Process] | None = None  # once it has been ready
+        self._members: list[psutil.Process] | None = None  # set once it is ready
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
-        # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
-        # What was compiled stays where the next server finds it.
+        # SGLang does not remove its sockets, which have random names: they are deleted with this
+        # folder. Compiled kernels stay in the cache for the next server.
         self._scratch_dir = make_scratch_dir()
         caches = build_cache_variables(os.environ, make_cache_dir(Path(self._scratch_dir)))
         environment = os.environ | {"TMPDIR": self._scratch_dir} | caches | command.environment
@@ -142,12 +142,12 @@ class SGLangServer:
         return self._process.pid
 
     def is_ready(self) -> bool:
-        """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
+        """Return whether SGLang accepts requests; do not call it while SGLang is paused."""
         if not responds_with_200("GET", f"{self.url}/ready", _READY_REQUEST_TIMEOUT_S):
             return False
         if self._members is None:
             if not _is_listening(self.pid, self._http_port):
-                return False  # it was another process that said yes
+                return False  # another process answered on this port
             self._members = _find_engine_processes(self.pid)
         return True
 
@@ -156,10 +156,10 @@ class SGLangServer:
         return responds_with_200("POST", url, _CONTINUE_TIMEOUT_S, key=self.keys.admin)
 
     def find_death_reason(self) -> str:
-        """Why the server is dead, in words; empty while it lives.
+        """Find the reason why the server is dead; empty while it lives.
 
-        A server whose scheduler was killed lingers for up to a minute without one, so each
-        scheduler and detokenizer that it had when it became ready must be there.
+        A server may live for up to a minute after its scheduler was killed. So each scheduler and
+        detokenizer that existed when the server became ready must still run.
         """
         code = self._process.poll()
         if code is not None:
@@ -172,9 +172,9 @@ class SGLangServer:
         return ""
 
     def check_binding_failed(self, now: float) -> bool:
-        """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
+        """Return whether SGLang logged that it could not bind its port; 0.5.23 then hangs.
 
-        Its log may be on storage that all cells share, so it is read every two seconds at most.
+        The log may be on storage that all cells share, so it is read every two seconds at most.
         """
         if now < self._log_due_at:
             return False
@@ -186,7 +186,7 @@ class SGLangServer:
         return self._process.poll() == 2  # argparse's exit code
 
     def lost_port_race(self) -> bool:
-        return any(sign in self.read_log_tail() for sign in _PORT_TAKEN_MESSAGES)
+        return any(text in self.read_log_tail() for text in _PORT_TAKEN_MESSAGES)
 
     def read_log_tail(self, lines: int = 25) -> str:
         text = read_tail_lines(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
@@ -197,10 +197,10 @@ class SGLangServer:
             self._process.terminate()
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """End all its processes: by force after `grace_s`.
+        """Kill all processes of the server after `grace_s`.
 
-        One that a hanging driver or storage keeps from ending is left behind, with a line in the
-        log: the manager has other replicas to look after.
+        A process that cannot end because a driver or storage hangs is abandoned with a line in the
+        log, so that the other replicas are still watched.
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
@@ -220,24 +220,24 @@ class SGLangServer:
 
 
 class ServerLogPipe:
-    """A pipe and the file that gets what is written into it, as soon as the storage takes it.
+    """Pipe for a server's output, which threads copy to its log file.
 
-    A server that wrote into a file on shared storage would stand still with that storage: none of
-    its requests is answered then, and after `inference.health_timeout_s` it is taken for dead.
+    A server that wrote to shared storage itself would hang with that storage: it would answer no
+    request, and count as dead after `inference.health_timeout_s`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the file, or go on with it."""
+        """Open the log file for appending."""
         make_folder(path.parent)
         self._path = path
         self._file: FileIO | None = path.open("ab", buffering=0)
         self._pieces: Queue[bytes] = Queue(_MAX_HELD_PIECES)
         self._read_end, self.write_end = os.pipe()
-        """`write_end` is for the server; `start_copying` closes it here."""
+        """`write_end` is the server's; `start_copying` closes it in this process."""
         self._writer = threading.Thread(target=self._write_pieces, name="server-log", daemon=True)
 
     def start_copying(self) -> None:
-        """Empty the pipe from now on: the server has its end of it."""
+        """Start the threads that copy; the server must have inherited its end of the pipe."""
         os.close(self.write_end)
         threading.Thread(target=self._read_pipe, name="server-output", daemon=True).start()
         self._writer.start()
@@ -265,7 +265,7 @@ class ServerLogPipe:
                 write_all(self._file.fileno(), [piece])
             except OSError as error:
                 log.error("%d bytes of %s were not written: %s", len(piece), self._path, error)
-                self._close_file()  # another one may be better: this one may be stale
+                self._close_file()  # reopen it: the handle may be stale
         self._close_file()
 
     def _close_file(self) -> None:
@@ -290,7 +290,7 @@ def _is_listening(pid: int, port: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):
-            # CAMEL's environment has a psutil that is older than the name.
+            # CAMEL's environment has an older psutil, without `net_connections`.
             list_sockets = getattr(process, "net_connections", None) or process.connections
             for socket_ in list_sockets("tcp"):
                 if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port:
@@ -309,11 +309,11 @@ def _find_engine_processes(pid: int) -> list[psutil.Process]:
 
 
 class HealthProbe:
-    """The last sign of life of one server.
+    """Probe of one server's health.
 
-    SGLang's `/health_generate` comes back after a second when any token left the scheduler
-    since it was asked, and after 20 s, with an error, when none did (sglang 0.5.23,
-    `srt/entrypoints/http_server.py`). A paused server says no, so it must not be asked.
+    SGLang's `/health_generate` succeeds after a second if any token left the scheduler since the
+    request, and fails after 20 s if none did (sglang 0.5.23, `srt/entrypoints/http_server.py`). A
+    paused server fails, so it must not be probed.
     """
 
     def __init__(self, url: str, timeout_s: float, clock: AwakeClock) -> None:
@@ -321,22 +321,22 @@ class HealthProbe:
         self._timeout_s = timeout_s
         self._probe: threading.Thread | None = None
         self._clock = clock
-        self._asked_at = self._alive_at = clock.now()
+        self._probed_at = self._alive_at = clock.now()
 
     def check_silence(self, *, may_ask: bool) -> bool:
-        """Ask if it is time to; true once the server has been silent for `timeout_s`.
+        """Probe the server if a probe is due; return whether it has been silent for `timeout_s`.
 
-        While an update is under way it may not be asked: the server then need not answer, and its
-        silence counts from the end of the update, or of a pause of this process.
+        During an update, without `may_ask`, it is not probed. Silence counts from the end of the
+        update, or of a pause of this process.
         """
         now = self._clock.now()
         self._alive_at = max(self._alive_at, self._clock.woke_at_s)
         if not may_ask:
             self._alive_at = now
             return False
-        is_asking = self._probe is not None and self._probe.is_alive()
-        if not is_asking and now >= self._asked_at + self._timeout_s / _PROBES_PER_TIMEOUT:
-            self._asked_at = now
+        is_probing = self._probe is not None and self._probe.is_alive()
+        if not is_probing and now >= self._probed_at + self._timeout_s / _PROBES_PER_TIMEOUT:
+            self._probed_at = now
             self._probe = threading.Thread(target=self._probe_health, name="health", daemon=True)
             self._probe.start()
         return now - self._alive_at > self._timeout_s
