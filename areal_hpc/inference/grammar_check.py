@@ -69,7 +69,7 @@ class GrammarChecker:
             try:
                 self._backend = _load_backend(self._model_dir)
             except Exception:  # boundary: SGLang's code, and whatever it imports
-                log.exception("replicas get grammars that were not checked")
+                log.exception("replicas get grammars that were not tried")
                 self._has_failed = True
         if self._has_failed:
             self._send(ParserReply(call=request.call))

@@ -234,17 +234,17 @@ def plan_evaluation(
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
-    known = {known_set.name: known_set for known_set in recipe.evaluation_sets}
-    if unknown := [name for name in names if name not in known]:
+    sets = {named_set.name: named_set for named_set in recipe.evaluation_sets}
+    if unknown := [name for name in names if name not in sets]:
         raise RecipeError(
             f"the recipe has no evaluation set {unknown[0]}",
             key="--set",
-            hint=f"choose from {', '.join(known)}" if known else "add one to evaluation.sets",
+            hint=f"choose from {', '.join(sets)}" if sets else "add one to evaluation.sets",
         )
-    if not known:
+    if not sets:
         hint = "set valid_dataset, or add a set to evaluation.sets"
         raise RecipeError("the recipe has no evaluation set", key="evaluation.sets", hint=hint)
-    return [known_set for name, known_set in known.items() if not names or name in names]
+    return [named_set for name, named_set in sets.items() if not names or name in names]
 
 
 def check_recorded_settings(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> None:

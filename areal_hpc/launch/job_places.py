@@ -323,7 +323,7 @@ class HeldAllocation(ThisMachine):
             heartbeat_path=str(paths.allocation_note),
             interface=network.interface,
         )
-        others = [one.nodes for name, one in self._placements.items() if name != spec.name]
+        others = [other.nodes for name, other in self._placements.items() if name != spec.name]
         launch = self._prepared_run.build_launch_file(
             spec,
             self._recipe,

@@ -89,7 +89,7 @@ ABSOLUTE_PATH_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """A run directory in which jobs can start."""
+    """Run directory in which jobs can start."""
 
     paths: RunPaths
     attempt: int
@@ -159,9 +159,9 @@ def prepare_run(
         raise RecipeError.from_problems(problems)
     if not joins_live_jobs:
         check_no_live_jobs(paths)
-    if fresh and (kept := archive_run(paths, print_line)) is not None:
-        print_line(f"moved    the earlier run to {kept}")
-    made = find_missing_folders(paths.root)
+    if fresh and (archive := archive_run(paths, print_line)) is not None:
+        print_line(f"moved    the earlier run to {archive}")
+    new_folders = find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
         secure_run_dir(paths.root, recipe.cluster.readable_by)
         with ExitStack() as held:
@@ -176,9 +176,9 @@ def prepare_run(
                     recipe, paths, pythons, folders, print_line, live_jobs, plan
                 )
             except BaseException:  # boundary: remove the folders that this launcher has just made
-                if made:
+                if new_folders:
                     shutil.rmtree(paths.root)
-                    remove_empty_folders(made[1:])
+                    remove_empty_folders(new_folders[1:])
                 raise
             yield ready
 
@@ -439,13 +439,13 @@ def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | No
     if not paths.recipe.exists():
         return None  # nothing has run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
+    archive = paths.root.with_name(f"{paths.root.name}.{stamp}")
     with hold_lock(paths.lock), claim_submission(paths.submission_claim):
         # Check first: the launcher's note would move with the directory.
         check_no_live_launcher(paths, print_line)
-        paths.root.rename(kept)
-    (kept / paths.submission_claim.name).unlink()
-    return kept
+        paths.root.rename(archive)
+    (archive / paths.submission_claim.name).unlink()
+    return archive
 
 
 def make_run_of_copy(paths: RunPaths, trial_name: str) -> RunPaths:

@@ -25,7 +25,7 @@ from areal_hpc.rundir.paths import RunPaths
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 MAX_PATCH_BYTES = 1 << 20
-"""A longer patch is cut."""
+"""Maximum size of a patch; a longer one is cut."""
 MAX_UNTRACKED_FILES = 100
 GIT_TIMEOUT_S = 20.0
 

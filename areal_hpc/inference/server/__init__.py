@@ -1,1 +1,1 @@
-"""One SGLang server: command line, keys, patches, process, log, and files on its node."""
+"""SGLang server: command line, keys, patches, process, log, and files on its node."""

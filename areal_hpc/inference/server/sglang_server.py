@@ -1,4 +1,4 @@
-"""One SGLang server with its processes: ports, start, readiness, health, end, and log."""
+"""SGLang server with its processes: ports, start, readiness, health, end, and log."""
 
 import logging
 import os

@@ -17,7 +17,7 @@ from areal_hpc.slurm.commands import has_slurm, run_slurm_command
 class CheckStatus(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """A run may work, but worse than it could; or the check could not find out."""
+    """Possible problem: a run may work, but worse than it could, or the check found out nothing."""
     FAIL = "fail"
 
 
