@@ -169,7 +169,6 @@ class ForegroundLauncher:
         self._jobs: list[_JobInProgress] = []
 
     def run_stage_jobs(self, stage: JobStage) -> None:
-        """Run the jobs of a stage until its work is done."""
         self._jobs = []
         for line in self._place.assign_stage(stage):
             self._reporter.print_line(line)

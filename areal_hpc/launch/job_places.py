@@ -157,7 +157,6 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
         return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
 
     def submit_job(self, spec: JobSpec) -> JobHandle:
-        """Start a job of the stage."""
         ready, gpus = self._prepared_run, self._gpus[spec.name]
         lock = str(ready.paths.lock)
         launch = ready.build_launch_file(spec, self._recipe, launcher_lock=lock, gpus=gpus)
@@ -171,7 +170,6 @@ class ThisMachine(AbstractContextManager["ThisMachine"]):
 
 
 HEARTBEATS_PER_END_CHECK = 3
-"""Heartbeats between two queries of the allocation's end."""
 NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
 
 

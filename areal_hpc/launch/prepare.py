@@ -213,7 +213,6 @@ def _set_up_prepared_run(
 def _check_prompt_lengths(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
-    """Compare the prompts of the written task sets with the context length."""
     model_dir = get_base_model_path(recipe, paths)
     context_tokens = find_context_tokens(recipe, model_dir)
     problems: list[Problem] = []

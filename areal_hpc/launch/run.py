@@ -225,9 +225,7 @@ def _read_run_result(
 
 
 RUN_FILES_POLL_S = 0.5
-"""Seconds between two reads of the run's files."""
 FIRST_QUEUE_POLL_S = 15.0
-"""Initial time between two queries of slurmctld."""
 MAX_QUEUE_POLL_S = 60.0
 CARETAKER_TIMEOUT_S = 3 * caretaker.POLL_S
 """Time until a caretaker has submitted the leading job again: two looks must miss the job."""

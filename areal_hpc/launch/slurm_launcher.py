@@ -312,7 +312,6 @@ def build_slurm_launch_file(
 
 
 def build_caretaker_launch_file(recipe: Recipe, prepared_run: PreparedRun) -> LaunchFile:
-    """Build the launch file of the job that waits behind all others of a run."""
     stages = prepared_run.remaining_stages
     process = _build_caretaker_process(prepared_run.paths, CARETAKER_JOB, stages)
     spec = JobSpec(CARETAKER_JOB, CaretakerConfig.ROLE, [process])

@@ -23,7 +23,6 @@ VOCABULARY_MULTIPLE = 64
 """Divisor of the vocabulary's size, so that tensor-parallel ranks can split it."""
 
 TINY_MODEL_CONTEXT_TOKENS = 2048
-"""Maximum length of a sequence."""
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}{{- content -}}

@@ -1,7 +1,4 @@
-"""Trial of a recipe's agent (`areal-hpc try`): prepare its tasks and model, run its process.
-
-That process is `trial_process.py`.
-"""
+"""Trial of a recipe's agent (`areal-hpc try`): tasks, model, and the process `trial_process.py`."""
 
 import os
 import subprocess

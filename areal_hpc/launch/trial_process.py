@@ -347,7 +347,6 @@ def _describe_rows(session: Session) -> Iterator[str]:
 
 
 def _format_labeled(label: str, lines: Sequence[str]) -> Iterator[str]:
-    """Indent lines, and put a label before the first."""
     for index, line in enumerate(lines):
         yield f"{'' if index else label:<{LABEL_WIDTH}}{line}".rstrip()
 

@@ -159,7 +159,6 @@ def list_rank_gpus(plan: GpuCheckPlan, visible_gpu_ids: Sequence[str]) -> tuple[
 
 
 def measure_collectives(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> CollectiveRates:
-    """Measure the rates of collectives between ranks, a GPU each."""
     request = CollectivesRequest(
         device=plan.device,
         size_bytes=SIZE_BYTES_BY_DEVICE[plan.device],
@@ -304,7 +303,6 @@ def run_tiny_recipe(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Ti
 def build_tiny_recipe(
     plan: GpuCheckPlan, inference: InferenceConfig, gpus: Sequence[str], model_dir: Path
 ) -> Mapping[str, Any]:
-    """Build the tree of the tiny run's recipe. Pure."""
     roles = {
         role: {"python": plan.pythons[role], "variables": plan.variables[role]} for role in ROLES
     }

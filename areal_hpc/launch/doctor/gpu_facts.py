@@ -40,8 +40,6 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class PythonFacts:
-    """GPUs, and versions of torch and NCCL, in a role's Python."""
-
     role: str
     python: str
     torch: str = ""

@@ -296,7 +296,6 @@ def check_storage_by_job(
 
 
 def await_answer(job_id: str, answer: Path, timeout_s: float) -> None:
-    """Wait until a job has written its answer."""
     queue, waits_for = QueuePoller(), "it did not start"
     give_up_at, ended_at = time.monotonic() + timeout_s, None
     while time.monotonic() < give_up_at:
