@@ -117,9 +117,13 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
 def test_only_a_trainer_with_nodes_of_its_own_reduces_in_their_switches(
     tmp_path: Path, ranks: int, slurm: str, switches_are_used: bool
 ) -> None:
-    settings = ("trainer.device=cuda", f"trainer.parallel.dp={ranks}", f"cluster.slurm={slurm}")
-    settings += ("cluster.slurm.jobs.trainer.sbatch.ntasks-per-node=false",)
-    found = recipe(tmp_path, *settings)
+    found = recipe(
+        tmp_path,
+        "trainer.device=cuda",
+        f"trainer.parallel.dp={ranks}",
+        f"cluster.slurm={slurm}",
+        "cluster.slurm.jobs.trainer.sbatch.ntasks-per-node=false",
+    )
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 1, get_interpreters(found), stages)
