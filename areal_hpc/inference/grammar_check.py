@@ -42,7 +42,7 @@ _PROBLEM_BY_EXIT_CODE = {
     -signal.SIGSEGV: f"it takes more than {MAX_MEMORY_BYTES >> 30} GiB",
 }
 """Problem of a grammar by the exit code of its check. All other codes, such as that of a kill for
-lack of memory, say nothing about the grammar."""
+lack of memory, leave the grammar unjudged."""
 _RULE_PATTERN = re.compile(r"^([\w.-]+)(?:\(.*\))? ::=", re.MULTILINE)
 
 
@@ -68,7 +68,7 @@ class GrammarChecker:
         if self._backend is None and not self._has_failed:
             try:
                 self._backend = _load_backend(self._model_dir)
-            except Exception:  # boundary: SGLang's code, and whatever it imports
+            except Exception:  # boundary: SGLang's code and its imports
                 log.exception("replicas get grammars that were not tried")
                 self._has_failed = True
         if self._has_failed:
@@ -83,7 +83,7 @@ class GrammarChecker:
             code = UNMEASURED_EXIT_CODE
             try:
                 code = COSTLY_EXIT_CODE if _is_costly(self._backend, request) else 0
-            except Exception:  # boundary: SGLang's and xgrammar's code, run on whatever comes
+            except Exception:  # boundary: SGLang's and xgrammar's code, on any grammar
                 traceback.print_exc()
             finally:
                 os._exit(code)

@@ -1,4 +1,4 @@
-"""Program that lets SGLang parse command lines, to find options that it does not know.
+"""Program that lets SGLang parse command lines, to find unknown options.
 
 Input and output are JSON. It runs in SGLang's environment, and needs no GPU.
 """

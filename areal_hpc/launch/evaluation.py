@@ -104,7 +104,7 @@ def find_target(
         )
     if recipe is None or step is not None:
         key = "--step" if recipe is not None else "--recipe"
-        message = "a model has no steps" if recipe is not None else "no recipe says how to play it"
+        message = "a model has no steps" if recipe is not None else "a model needs a recipe"
         raise RecipeError(
             message, key=key, hint=f"areal-hpc eval {run_or_model_dir} --recipe RECIPE.yaml"
         )
@@ -189,7 +189,7 @@ def _export_checkpoint(
         raise ClusterError(
             f"the checkpoint of step {step} could not be exported: {export.stderr.strip()[-800:]}",
             key=str(run.checkpoints_dir),
-            hint="areal-hpc export tells more",
+            hint="areal-hpc export shows the whole error",
         )
 
 
@@ -299,7 +299,7 @@ def find_report_of_step(
         RecipeError: There are none, or the target is no checkpoint of a run.
     """
     if (run := target.run) is None:
-        message = "a step of which run? What is evaluated is a model"
+        message = "the target is a model, which has no steps"
         raise RecipeError(message, key="--compare", hint="give a file of results")
     metrics = {wanted.name: (wanted.metrics, wanted.pass_reward) for wanted in sets}
     results = build_step_report(run, step, metrics).sets

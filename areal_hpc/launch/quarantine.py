@@ -56,7 +56,7 @@ def undo_quarantine(paths: RunPaths, step: int) -> str:
     if step in state.consumed:
         raise _build_refusal(
             f"batch {step} is behind the checkpoint of step {state.step}: too late to undo",
-            "areal-hpc audit says what became of its tickets",
+            "areal-hpc audit reports the state of its tickets",
         )
     if read_quarantine(paths, step) is None:
         raise _build_refusal(
@@ -104,5 +104,5 @@ def _describe_effect(step: int, trained_step: int | None, effect: str) -> str:
     return (
         f"the trainer {effect} when it is handed that batch next. "
         "If it is at work on it right now, it goes on as before: "
-        "areal-hpc audit tells what became of it"
+        "areal-hpc audit reports whether it was trained"
     )

@@ -128,7 +128,7 @@ class _RunSubmission:
         for job in self._prepared_run.live_jobs:
             name, job_id = job.submission.job, job.submission.job_id
             if not job.is_recorded and name in self._ids:
-                line = f"cancel   {name:<10} {job_id:<9} a second one, which was not on record"
+                line = f"cancel   {name:<10} {job_id:<9} an unrecorded duplicate"
                 self._print_line(line)
                 if (error := try_to_cancel_jobs([job_id])) is not None:
                     raise error
@@ -207,8 +207,8 @@ class _RunSubmission:
                 scontrol.update_waiting_job(own_id, "Dependency", dependency)
         except (RecipeError, ClusterError) as error:
             self._print_line(
-                "note     no caretaker waits behind the jobs, so that nobody brings them back when "
-                f"all end at once: {error.problems[0].message}"
+                "note     no caretaker waits behind the jobs, so none submits them again if all "
+                f"end at once: {error.problems[0].message}"
             )
 
 

@@ -283,7 +283,7 @@ def format_trial_summary(
     if ignored_grammars:
         yield (
             f"the agent asked for replies by {', '.join(ignored_grammars)}, which the stand-in "
-            "does not follow; --base-url asks a real server"
+            "does not follow; --base-url uses a real server"
         )
 
 

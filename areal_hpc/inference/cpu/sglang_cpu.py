@@ -70,7 +70,7 @@ def _make_missing_kernel(module_or_kernel_name: str) -> Callable[..., Any]:
 
 
 def _make_triton_stub(module_or_kernel_name: str) -> Any:
-    # torch asks isinstance(x, triton.runtime.JITFunction): such names must be classes.
+    # torch calls isinstance(x, triton.runtime.JITFunction): such names must be classes.
     last = module_or_kernel_name.rpartition(".")[2]
     if not last[:1].isupper():
         return _StubObject(module_or_kernel_name)

@@ -182,7 +182,7 @@ def check_shared_root(subject: DoctorSubject) -> Iterator[CheckResult]:
         finding = "cannot tell from this node whether it is shared"
         if kind in LOCAL_FILE_SYSTEMS:
             finding = "looks like a local file system"
-        yield warn("shared", f"{kind}: {finding}", "--check-node asks a compute node")
+        yield warn("shared", f"{kind}: {finding}", "--check-node tests it on a compute node")
 
 
 def _check_rename(folder: Path) -> CheckResult:

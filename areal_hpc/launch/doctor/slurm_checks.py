@@ -400,5 +400,5 @@ def _query_partition_qos(partition: str) -> str:
     try:
         qos = read_partition(partition).get("QoS", "N/A")
     except ClusterError:
-        return ""  # another check says that Slurm does not know it
+        return ""  # another check reports the unknown partition
     return "" if qos == "N/A" else qos
