@@ -29,8 +29,8 @@ from areal_hpc.wire.ledger import TaskSplit
 MAX_CONSECUTIVE_SERVICE_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
 MAX_CONSECUTIVE_RANK_RESTARTS = 2
-"""Consecutive deaths of a rank without progress after which the job restarts all ranks. One more
-death ends the job."""
+"""Maximum consecutive deaths of a rank without progress after each of which the job restarts all
+ranks. One more death ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
