@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venvs/docs (or $DOCS_DIR), whose mkdocs makes the site from build/docs, with the packages of
+# Makes .venvs/docs, whose mkdocs makes the site from build/docs, with the packages of
 # requirements/docs.txt. Idempotent.
 set -euo pipefail
 
 topic='set-up of docs'
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-home=${DOCS_DIR:-$root/.venvs/docs}
+home=$root/.venvs/docs
 lock=$root/requirements/docs.txt
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"

@@ -213,7 +213,7 @@ def _translate_areal_config(arguments: argparse.Namespace) -> int:
         "folder or tar of a root file system for tasks that have none; this machine's if absent",
         type=Path,
     ),
-    argument("--isolation", "as rollout.agent.isolation (%(default)s)", default="bwrap"),
+    argument("--isolation", "bwrap, podman, apptainer or enroot (%(default)s)", default="bwrap"),
     argument("--at-once", "tasks played at once (%(default)s)", type=int, default=os.cpu_count()),
 )
 def _check_tasks(arguments: argparse.Namespace) -> int:
@@ -231,7 +231,11 @@ def _check_tasks(arguments: argparse.Namespace) -> int:
 
     if arguments.isolation not in SANDBOX_RUNTIMES:
         names = ", ".join(SANDBOX_RUNTIMES)
-        raise RecipeError(f"expected one of {names}", key=f"--isolation {arguments.isolation}")
+        raise RecipeError(
+            f"expected one of {names}",
+            key=f"--isolation {arguments.isolation}",
+            hint="areal-hpc doctor names those that are installed",
+        )
     rows = read_task_folders(arguments.path, "PATH")
     unsound = asyncio.run(_count_unsound_tasks(rows, arguments))
     print(f"{len(rows)} tasks, {unsound} whose tests do not tell a solution from none")

@@ -47,8 +47,8 @@ GPU_VARIABLES = {
 """Variables of every process that uses GPUs."""
 NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", NVLS_VARIABLE: "0"}
-"""SGLang's defaults, for both ends of a weight broadcast: with different values each end makes
-memory handles that the other cannot open (sglang/srt/entrypoints/engine.py)."""
+"""SGLang's defaults (sglang/srt/entrypoints/engine.py). Both ends of a weight broadcast need the same
+`NCCL_CUMEM_ENABLE`: else each end makes memory handles that the other cannot open."""
 TRAINER_GPU_VARIABLES = {
     # One queue of kernels: communication and the matrix product that hides it keep their order.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -112,8 +112,9 @@ def build_role_variables(
 ) -> dict[str, dict[str, str]]:
     """Build the variables of each role's processes, without those that the recipe names.
 
-    A trainer that shares no node with servers may reduce in NVLink's switches (NVLS). NCCL switches
-    it off in groups with servers, which do not.
+    A trainer that shares no node with servers may reduce in NVLink's switches (NVLS). A group uses
+    as many NVLS channels as the rank with the fewest (`initTransportsRank` of NCCL's init.cc), so
+    groups of weight updates, whose servers have none, do without. No test has run it on GPUs.
     """
     by_role = get_computing_variables(recipe.trainer.device)
     if trainer_is_apart:

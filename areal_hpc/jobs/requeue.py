@@ -1,7 +1,8 @@
 """Requeue of a Slurm job under its own id, after `restarts.decide_restart` decided for it.
 
 Slurm counts a job that ends at a preemption's warning as failed and does not start it again: the
-job must requeue itself, or outlast the warning. A job that cannot ends, and a caretaker submits it.
+job must requeue itself, or outlast the warning. A job that cannot do so ends, and a caretaker
+submits it.
 """
 
 import errno
@@ -37,7 +38,7 @@ from areal_hpc.wire.decoding import decode_json
 log = logging.getLogger(__name__)
 
 MAX_EXCLUDED_NODES = 16
-"""Excluded nodes beyond which the nodes are not what is wrong."""
+"""Maximum number of excluded nodes; further failures have another cause than the nodes."""
 PAUSES_BEFORE_WRITING_AGAIN_S = (60.0, 120.0, 240.0)
 RETRY_PAUSE_S = 1.0
 

@@ -352,7 +352,8 @@ def _build_launch_file(
         progress=str(stage.progress or prepared_run.paths.metrics),
         done_marker=str(stage.done_marker),
     )
-    takes_all_gpus = compute_resources(spec, options).gpus_per_node == options.gpus_per_node
+    gpus_of_node = recipe.cluster.slurm.gpus_per_node  # a job's own number may be lower
+    takes_all_gpus = compute_resources(spec, options).gpus_per_node == gpus_of_node
     return prepared_run.build_launch_file(
         spec,
         recipe,

@@ -66,7 +66,7 @@ class TicketPolicy:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, cell_timeout_s: float, *, trains: bool) -> TicketPolicy:
-        """Read a recipe's limits; the smallest ones if no trainer takes batches."""
+        """Read a recipe's limits; without a trainer every finished ticket is a batch of its own."""
         rollout = recipe.rollout
         concurrent = rollout.max_concurrent_rollouts // rollout.episodes_per_ticket
         return cls(

@@ -21,7 +21,7 @@ REQUEUE_MARGIN_S = 10.0
 IDLE_EXIT_CODE = IdleError.exit_code
 """Exit code of a process without work for too long: its job ends until it is needed."""
 CARETAKER_JOB = "caretaker"
-"""Job that waits until all other jobs of the run have ended, and submits again those that lack."""
+"""Job that waits until all other jobs of the run have ended, and submits the missing ones again."""
 LOST_RANK_EXIT_CODE = LostTrainerRankError.exit_code
 """Exit code of a rank that ended because another rank vanished; that rank's end is the cause."""
 EXCLUDED_NODE_LIFETIME_S = 86400.0

@@ -297,10 +297,7 @@ def explain_reason(text: str) -> PendingReasonExplanation:
 
 
 PROVEN_RELEASES = ("22.05", "24.11", "26.05")
-"""Releases on which the tests run, in devclusters: those of Debian 12, Debian 13 and sid.
-
-docs/devcluster.md has the results on each.
-"""
+"""Releases on which the tests run, in devclusters: those of Debian 12, Debian 13 and sid."""
 
 UNPROVEN = "pyxis, enroot and memory limits of cgroup v2"
 """Features that need a cluster that no test has."""

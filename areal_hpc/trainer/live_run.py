@@ -363,7 +363,7 @@ class LiveRun:
             raise RecipeError(
                 f"SGLang computes another model than the trainer: {errors[0].splitlines()[0]}",
                 key="model",
-                hint="SGLang may not read all that config.json says; docs/parity.md names models "
+                hint="SGLang may not read all that config.json says; docs/models.md names models "
                 "that were compared",
             )
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.environments import CHECKOUT
 from tests.support.site.pages import TABLE_MARK
 from tests.support.site.tables import TABLES
@@ -58,3 +60,12 @@ def test_links_paths_and_make_targets_exist() -> None:
 def test_every_table_is_in_one_document() -> None:
     marks = [mark for path in DOCUMENTS for mark in TABLE_MARK.findall(path.read_text())]
     assert sorted(marks) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("name", sorted(TABLES.keys() - {"api", "commands"}))
+def test_every_table_has_whole_rows(name: str) -> None:
+    text = TABLES[name]()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows
+    assert all(row.endswith("|") for row in rows)
+    assert "| None |" not in text

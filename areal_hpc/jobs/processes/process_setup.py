@@ -1,4 +1,4 @@
-"""Set-up of a job's process: its log, its limit of open files, its stop signals.
+"""Set-up of processes: log, limit of open files, and the stop signals of jobs and of commands.
 
 Keep this module light: every process imports it.
 """

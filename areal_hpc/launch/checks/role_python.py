@@ -156,6 +156,7 @@ def judge_role_python(
     command = format_python_hint(python, ENVIRONMENTS[role])
     hint = f"{command}, or set {key} to an environment that has it"
     if shutil.which(python) is None:
+        hint = f"{command}, or set {key} to the interpreter of the role"
         yield Problem(f"no Python interpreter for role {role} at {python}", key, hint)
         return
     if isinstance(description, RolePythonError):

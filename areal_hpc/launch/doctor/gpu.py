@@ -86,7 +86,10 @@ class GpuCheckPlan:
 def build_check_plan(
     recipe: Recipe | None, slurm: SlurmConfig, device: ExaminedDevice
 ) -> GpuCheckPlan:
-    """Build a plan with the interpreters, variables and flags that a run would have."""
+    """Build a plan with the interpreters, variables and flags of a run on this node.
+
+    Its trainer shares the node with a server, so that it does not reduce in NVLink's switches.
+    """
     defaults = {role: get_interpreter(role, "auto") for role in ROLES} if recipe is None else {}
     variables = get_computing_variables(device)
     own = {role: getattr(recipe.cluster, role).variables for role in ROLES} if recipe else {}

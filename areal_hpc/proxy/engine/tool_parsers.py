@@ -126,17 +126,27 @@ class ParserProcessClient:
         except (ValueError, msgspec.DecodeError) as error:  # ValueError: a line without an end
             log.error("SGLang's parsers wrote what is no reply: %s", error)
         finally:
+            stuck_call = watcher.result() if watcher.done() else None
             watcher.cancel()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
+        # Nothing is awaited from here on, so a woken caller starts another process.
+        for call, waiting in self._waiting.items():
+            if waiting.done():
+                continue
+            if call == stuck_call:
+                waiting.set_exception(ParserStuckError(self._stuck_problem))
+            else:
                 waiting.set_exception(ParserLostError("SGLang's parsers died"))
         self._waiting.clear()
 
-    async def _kill_stuck_process(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a process that does not finish a request in time.
+    @property
+    def _stuck_problem(self) -> str:
+        return f"SGLang's parsers took longer than {self._answer_timeout_s:g} s for one request"
+
+    async def _kill_stuck_process(self, process: asyncio.subprocess.Process) -> int:
+        """Kill a process that does not finish a request in time; return the request's id.
 
         All requests but checks are answered in order, so the oldest is the stuck one. This counts
         polls, not time, because after a pause of the whole node no request is late.
@@ -147,12 +157,10 @@ class ParserProcessClient:
             first = next((call for call in self._waiting if call not in self._checks), -1)
             polls = polls + 1 if first == oldest != -1 else 0
             oldest = first
-        problem = f"SGLang's parsers took longer than {self._answer_timeout_s:g} s for one request"
-        log.error("%s; they are started again", problem)
-        if not (waiting := self._waiting.pop(oldest)).done():
-            waiting.set_exception(ParserStuckError(problem))
+        log.error("%s; they are started again", self._stuck_problem)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        return oldest
 
     def allocate_id(self) -> int:
         self._count += 1
@@ -171,6 +179,8 @@ class ParserProcessClient:
             await self._process.stdin.drain()
         except ConnectionError as error:
             self._waiting.pop(request.call, None)
+            assert self._reader is not None
+            await asyncio.wait([self._reader])  # so that a retry starts another process
             raise ParserLostError("SGLang's parsers died") from error
         return await waiting
 

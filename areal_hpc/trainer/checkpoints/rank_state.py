@@ -66,7 +66,7 @@ class StateShard:
     places: list[PlaceInWholeTensor]
     """Blocks of the numbers, one after another."""
     columns: dict[Column, torch.Tensor]
-    """Flat tensors in the trainer's own memory, on its device or the host."""
+    """Flat tensors on the trainer's device or the host."""
     step: torch.Tensor
     """AdamW's step count."""
     is_kept: bool
@@ -83,7 +83,8 @@ class StateShard:
 class RankState:
     """State of a rank's policy and optimizer, and of a critic's if there is one.
 
-    It refers to live tensors, and so remains current while they train.
+    It refers to live tensors, but for weights that FSDP2 divides: it holds a rounded copy of them,
+    so build one for each save.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class CheckpointStore:
         state: TrainerState,
         critic: NetworkWithOptimizer | None = None,
     ) -> Path:
-        """Copy the state, begin to write it and return its path. A collective."""
+        """Finish an earlier save, copy the state and begin to write it: a collective."""
         self.finish_save()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)

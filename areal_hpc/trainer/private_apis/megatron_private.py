@@ -118,9 +118,9 @@ def enable_norm_recompute() -> None:
 
 
 def take_over_master_weights(distributed_optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """Map master weights to the model's weights, to which the caller rounds them from now on.
+    """Stop Megatron from copying master weights to the model's; return the latter by the former.
 
-    Megatron would convert weights that are on the host there.
+    Megatron would round weights that lie on the host there. The caller rounds them from now on.
     """
     distributed_optimizer._copy_main_params_to_model_params = lambda: None
     masters = distributed_optimizer.shard_fp32_from_float16_groups
@@ -137,7 +137,7 @@ class OptimizerShard(NamedTuple):
     """Index among the parameter's numbers, row by row."""
     stop: int
     weights: torch.Tensor
-    """Flat view of these numbers in the parameter that the passes use."""
+    """Flat view of these numbers in the parameter that the passes use, or in FSDP2's master."""
     master: torch.Tensor
     """Float32, flat; these numbers themselves if they are float32 or FSDP2 divides them."""
     moments: dict[str, torch.Tensor]

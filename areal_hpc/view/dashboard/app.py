@@ -44,8 +44,9 @@ from areal_hpc.wire.http_server import GuardedServer
 STATIC_FILES = resources.files("areal_hpc.view.dashboard") / "static"
 MEDIA_TYPE_BY_SUFFIX = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 MEDIA_TYPE_BY_STATIC_FILE = {
-    file.name: f"{MEDIA_TYPE_BY_SUFFIX[Path(file.name).suffix]}; charset=utf-8"
+    file.name: f"{MEDIA_TYPE_BY_SUFFIX[suffix]}; charset=utf-8"
     for file in STATIC_FILES.iterdir()
+    if (suffix := Path(file.name).suffix) in MEDIA_TYPE_BY_SUFFIX
 }
 RESPONSE_HEADERS = {
     "cache-control": "no-store",

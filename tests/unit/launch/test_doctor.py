@@ -105,7 +105,9 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     assert agents.finding.endswith("does not run: no such library")
     (missing,) = check_interpreters(recipe, {"train": "/no/such/python"})
     assert missing.finding == "no Python interpreter for role train at /no/such/python"
-    assert missing.hint.startswith("make setup, or set cluster.train.python to")
+    assert missing.hint == (
+        "make setup, or set cluster.train.python to the interpreter of the role"
+    )
 
 
 @pytest.mark.parametrize(
