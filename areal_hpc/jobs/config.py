@@ -47,8 +47,8 @@ GPU_VARIABLES = {
 """Variables of every process that uses GPUs."""
 NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 NCCL_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", NVLS_VARIABLE: "0"}
-"""SGLang's defaults (sglang/srt/entrypoints/engine.py). Both ends of a weight broadcast need the same
-`NCCL_CUMEM_ENABLE`: else each end makes memory handles that the other cannot open."""
+"""SGLang's defaults (sglang/srt/entrypoints/engine.py). Both ends of a weight broadcast need the
+same `NCCL_CUMEM_ENABLE`: else each end makes memory handles that the other cannot open."""
 TRAINER_GPU_VARIABLES = {
     # One queue of kernels: communication and the matrix product that hides it keep their order.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",

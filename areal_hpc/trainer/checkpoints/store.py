@@ -170,7 +170,10 @@ class CheckpointStore:
         state: TrainerState,
         critic: NetworkWithOptimizer | None = None,
     ) -> Path:
-        """Finish an earlier save, copy the state and begin to write it: a collective."""
+        """Finish an earlier save, copy the state, begin to write it and return its path.
+
+        A collective.
+        """
         self.finish_save()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
