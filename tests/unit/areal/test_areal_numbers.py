@@ -1,6 +1,6 @@
-"""With the keys that a migration writes, losses are AReaL's numbers.
+"""Losses of a translated AReaL configuration equal AReaL's own numbers.
 
-AReaL's formulas are written out here row by row, as its actor computes them.
+The reference repeats the formulas of AReaL's actor row by row.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ SEEDS = range(8)
 def translate_objective(actor: dict[str, Any], **sections: Any) -> ObjectiveConfig:
     tree = {"actor": actor, "gconfig": {"n_samples": N_SAMPLES}, **sections}
     translation = translate_to_recipe(tree)
-    assert not [one.key for one in translation.untranslated if one.key.startswith("actor")]
+    assert not [item.key for item in translation.untranslated if item.key.startswith("actor")]
     return ObjectiveConfig.model_validate(translation.recipe["trainer"]["objective"])
 
 
 def judge_row(log_ratio: torch.Tensor, rejection: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-    """AReaL's metric of each token or of the row, and the behavior weight of each token."""
+    """Return AReaL's metric of each token or of the row, and each token's behavior weight."""
     metric = {
         "ratio": log_ratio, "kl_k1": log_ratio, "kl_k2": log_ratio**2 / 2,
     }[rejection["metric"]]  # fmt: skip
@@ -44,18 +44,18 @@ def judge_row(log_ratio: torch.Tensor, rejection: dict[str, Any]) -> tuple[torch
 def compute_areal_loss(
     tokens: Tokens, actor: dict[str, Any]
 ) -> tuple[float, np.ndarray[Any, Any], int]:
-    """AReaL's actor loss: its value, gradient, and how many tokens are rejected or clamped."""
+    """Compute AReaL's actor loss: value, gradient, and number of tokens rejected or clamped."""
     logprobs = torch.tensor(tokens.logprobs, requires_grad=True)
     rejection, changed = actor.get("rejection_sampling"), 0
     low, high = 1 - actor["eps_clip"], 1 + actor.get("eps_clip_higher", actor["eps_clip"])
     total = logprobs.new_zeros(())
     for row in sorted(set(tokens.rows.tolist())):
-        own = torch.from_numpy(np.flatnonzero(tokens.rows == row))
+        indices = torch.from_numpy(np.flatnonzero(tokens.rows == row))
         proximal, behavior, advantages = (
-            torch.tensor(values)[own]
+            torch.tensor(values)[indices]
             for values in (tokens.proximal, tokens.behavior, tokens.advantages)
         )
-        log_ratio = logprobs[own] - proximal
+        log_ratio = logprobs[indices] - proximal
         if actor.get("importance_sampling_level") == "sequence":
             log_ratio = log_ratio.mean().expand_as(log_ratio)
             advantages = advantages.mean().expand_as(advantages)
@@ -72,8 +72,8 @@ def compute_areal_loss(
             if rejection["action"] == "mask":
                 weight = torch.where(outside, 0.0, weight)
             else:
-                held = weight.clamp(0.0 if lower is None else lower, rejection["upper"])
-                weight = torch.where(outside, held, weight)
+                clamped = weight.clamp(0.0 if lower is None else lower, rejection["upper"])
+                weight = torch.where(outside, clamped, weight)
             changed += int(outside.sum())
             loss = loss * weight
         total = total + loss.sum()
@@ -110,7 +110,7 @@ LOSSES = [
     pytest.param(ratios, rejection, id="-".join(map(str, [*ratios.values(), *rejection.values()])))
     for ratios in RATIOS
     for rejection in REJECTIONS
-    # AReaL's ratio of a row is that of the tokens that are left; here of all, as in the paper.
+    # AReaL takes a row's ratio over the tokens that are left; here over all, as in the paper.
     if "importance_sampling_level" not in ratios
     or (rejection["action"], rejection["level"]) != ("mask", "token")
 ]

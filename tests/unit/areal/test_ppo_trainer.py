@@ -1,4 +1,4 @@
-"""What a script hands over is refused before anything starts, or read: `get_custom_dataset`."""
+"""AReaL's `PPOTrainer` refuses bad arguments before a start; `get_custom_dataset` reads rows."""
 
 import asyncio
 import importlib
@@ -27,7 +27,7 @@ ROWS = [{"messages": [], "answer": "1"}]
 
 
 class Answerer:
-    """An agent that keeps what it was built with."""
+    """Agent that keeps its argument."""
 
     def __init__(self, said: float = 1.0) -> None:
         self.said = said
@@ -47,23 +47,23 @@ def config(tmp_path: Path) -> AgentRLConfig:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"), [([], "empty"), (["text"], "row 0 is a str"), ([{"x": {1}}], "row 0")]
+    ("rows", "message"), [([], "empty"), (["text"], "row 0 is a str"), ([{"x": {1}}], "row 0")]
 )
-def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         PPOTrainer(config, train_dataset=rows)
 
 
 def evaluation_of(config: GRPOConfig, *agents: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
-    """What plays held-out tasks, as the recipe says; nothing for the same agent."""
+    """Return the recipe's agent for held-out tasks and its arguments; empty for the same agent."""
     recipe, _ = PPOTrainer(config, train_dataset=ROWS).prepare(*agents, **kwargs)
     return recipe.evaluation.workflow, recipe.evaluation.workflow_kwargs
 
 
 def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Path) -> None:
     assert evaluation_of(config, "a.B", "c.D") == ("c.D", {})
-    given: dict[str, Any] = {"workflow_kwargs": {"x": 1}, "eval_workflow_kwargs": {"x": 2}}
-    assert evaluation_of(config, "a.B", **given) == ("a.B", {"x": 2})
+    kwargs: dict[str, Any] = {"workflow_kwargs": {"x": 1}, "eval_workflow_kwargs": {"x": 2}}
+    assert evaluation_of(config, "a.B", **kwargs) == ("a.B", {"x": 2})
     handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
     assert handed == ("handed_over_for_evaluation.agent", {})
     folder = RunPaths(tmp_path / "e" / "t").agent_dir
@@ -77,8 +77,8 @@ def test_what_the_configuration_says_beside_its_workflow_reaches_it(config: Agen
     rollout = trainer.prepare()[0].rollout
     assert rollout.workflow == "areal_hpc.areal.workflow.rlvr.RLVRWorkflow"
     assert rollout.workflow_kwargs == {"reward_fn_path": "areal_hpc.areal.my.reward"}
-    told = trainer.prepare(workflow_kwargs={"x": 1})[0].rollout.workflow_kwargs
-    assert told == {"x": 1}
+    kwargs = trainer.prepare(workflow_kwargs={"x": 1})[0].rollout.workflow_kwargs
+    assert kwargs == {"x": 1}
     assert trainer.prepare("a.B")[0].rollout.workflow_kwargs == {}
 
 
@@ -103,7 +103,7 @@ def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
 
 def test_agents_are_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Answerer):
-        """Nobody could import this."""
+        """Agent that no other process can import."""
 
     assert get_import_path(Local) is None
     path = save_agent_as_module(Local, {"said": 3.0}, tmp_path, (), imports_areal_names=False)
@@ -168,7 +168,7 @@ def test_gsm8k_that_is_not_in_the_cache_is_refused() -> None:
 
 
 class Words:
-    """A tokenizer as far as it is asked: a token a word."""
+    """Tokenizer that encodes a word as a token."""
 
     def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
         return " ".join(message["content"] for message in messages)

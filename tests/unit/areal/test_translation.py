@@ -1,4 +1,4 @@
-"""AReaL's configuration -> a recipe: translated without loss, or lost with a reason."""
+"""AReaL's configuration becomes a recipe; every key that is lost has a reason."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def recipe_of(tree: dict[str, Any], rows: int | None = None) -> dict[str, Any]:
 
 
 def reasons(tree: Any, rows: int | None = None) -> dict[str, str]:
-    return {one.key: one.reason for one in translate_to_recipe(tree, rows).untranslated}
+    return {item.key: item.reason for item in translate_to_recipe(tree, rows).untranslated}
 
 
 def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
@@ -92,14 +92,14 @@ def test_epochs_need_the_number_of_rows() -> None:
 def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
     no_parser = {"tool_call_parser": None}
     no_tools: dict[str, Any] = {"rollout": {"openai": no_parser, "agent": no_parser}}
-    found = recipe_of({**no_tools, "gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
-    assert found["rollout.sampling.top_p"] == found["evaluation.sampling.top_p"] == 0.9
-    assert found["rollout.record_sampling_mask"] is True
+    recipe = recipe_of({**no_tools, "gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
+    assert recipe["rollout.sampling.top_p"] == recipe["evaluation.sampling.top_p"] == 0.9
+    assert recipe["rollout.record_sampling_mask"] is True
     plain = {"gconfig": {"temperature": 0.7}}
     assert "rollout.record_sampling_mask" not in recipe_of({**no_tools, **plain})
     assert recipe_of(plain)["rollout.record_sampling_mask"] is True, "strict tools, by default"
     lost = translate_to_recipe({"gconfig": {"n_samples": 2, "top_k": 5000}}).untranslated
-    assert "at most 4096, or no bound" in {one.key: one.reason for one in lost}["gconfig.top_k"]
+    assert "at most 4096, or no bound" in {item.key: item.reason for item in lost}["gconfig.top_k"]
 
 
 @pytest.mark.parametrize(
@@ -116,25 +116,25 @@ def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
 def test_the_proximal_policy_follows_three_switches(
     actor: dict[str, Any], proximal: str, correction: str, high: float | None
 ) -> None:
-    found = recipe_of({"actor": actor})
-    assert found["trainer.objective.proximal"] == proximal
-    assert found["trainer.objective.off_policy_correction"] == correction
-    assert found.get("trainer.objective.off_policy_correction_high") == high
+    recipe = recipe_of({"actor": actor})
+    assert recipe["trainer.objective.proximal"] == proximal
+    assert recipe["trainer.objective.off_policy_correction"] == correction
+    assert recipe.get("trainer.objective.off_policy_correction_high") == high
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"metric": "kl_k1", "lower": -0.5}, ("token", "k1", -0.5, None)),
-        ({"metric": "kl_k2", "agg": "max"}, ("token", "k2", 0.0, None)),  # of tokens: no row's
+        ({"metric": "kl_k2", "agg": "max"}, ("token", "k2", 0.0, None)),  # a token metric
         ({"metric": "kl_k3", "level": "sequence", "agg": "sum"}, ("sequence", "kl", 0.0, "sum")),
         ({"level": "sequence", "agg": "max"}, ("sequence", "ratio", 0.0, "max")),
     ],
 )
 def test_rejection_keeps_how_it_judges(given: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    found = recipe_of({"actor": {**DECOUPLED, "rejection_sampling": given}})
+    recipe = recipe_of({"actor": {**DECOUPLED, "rejection_sampling": given}})
     names = ("level", "metric", "low", "agg")
-    kept = tuple(found.get(f"trainer.objective.off_policy_correction_{name}") for name in names)
+    kept = tuple(recipe.get(f"trainer.objective.off_policy_correction_{name}") for name in names)
     assert kept == expected
 
 
@@ -144,8 +144,8 @@ def test_rejection_keeps_how_it_judges(given: dict[str, Any], expected: tuple[An
 )
 def test_a_bound_above_equal_policies_is_lost(metric: str, lower: float, is_lost: bool) -> None:
     rejection = {"metric": metric, "lower": lower}
-    found = translate_to_recipe({"actor": {**DECOUPLED, "rejection_sampling": rejection}})
-    lost = [one.key for one in found.untranslated]
+    translation = translate_to_recipe({"actor": {**DECOUPLED, "rejection_sampling": rejection}})
+    lost = [item.key for item in translation.untranslated]
     assert ("actor.rejection_sampling.lower" in lost) is is_lost
 
 
@@ -165,11 +165,11 @@ def test_the_norm_of_rewards_is_baseline_and_scale(
     norm: dict[str, Any], expected: tuple[str, str, int | None]
 ) -> None:
     tree = {"actor": {"reward_norm": norm}, "gconfig": {"n_samples": 4}}
-    found = recipe_of(tree)
+    recipe = recipe_of(tree)
     baseline, scale, ddof = expected
-    assert found["trainer.objective.baseline"] == baseline
-    assert found["trainer.objective.scale_rewards"] == scale
-    assert found.get("trainer.objective.std_ddof", ddof) == ddof
+    assert recipe["trainer.objective.baseline"] == baseline
+    assert recipe["trainer.objective.scale_rewards"] == scale
+    assert recipe.get("trainer.objective.std_ddof", ddof) == ddof
     assert not [key for key in reasons(tree) if "reward_norm" in key]
     assert "trainer.objective.baseline" not in recipe_of({"gconfig": {"n_samples": 4}})
 
@@ -183,10 +183,10 @@ def test_a_scale_of_rewards_matters_where_no_deviation_divides_them() -> None:
 def test_the_penalty_is_carried_over_where_a_reference_is_configured() -> None:
     coef, path = "trainer.objective.kl.coef", "trainer.objective.kl.reference"
     assert coef not in recipe_of({"actor": {"kl_ctl": 0.05}}), "AReaL applies none either"
-    found = recipe_of({"actor": {"kl_ctl": 0.05, "path": "/m"}, "ref": {"path": "/m"}})
-    assert (found[coef], path in found) == (0.05, False)
-    found = recipe_of({"actor": {"kl_ctl": 0.05, "path": "/m"}, "ref": {"path": "/other"}})
-    assert found[path] == "/other"
+    recipe = recipe_of({"actor": {"kl_ctl": 0.05, "path": "/m"}, "ref": {"path": "/m"}})
+    assert (recipe[coef], path in recipe) == (0.05, False)
+    recipe = recipe_of({"actor": {"kl_ctl": 0.05, "path": "/m"}, "ref": {"path": "/other"}})
+    assert recipe[path] == "/other"
     lost = reasons({"actor": {"kl_ctl": 0.05, "kl_estimator": "k2"}, "ref": {"path": "/m"}})
     assert "k1" in lost["actor.kl_ctl"]
 
@@ -196,12 +196,12 @@ def test_a_critic_is_carried_over() -> None:
         "actor": {"path": "/m", "discount": 0.99, "gae_lambda": 0.9, "gae_timestep_unit": "turn"},
         "critic": {"path": "/m", "eps_clip": 0.3, "optimizer": {"lr": 5e-6}},
     }
-    found = recipe_of(tree)
+    recipe = recipe_of(tree)
     expected = {
         "baseline": "value", "scale_rewards": "none", "discount": 0.99, "gae_lambda": 0.9,
         "gae_unit": "turn", "critic.model": "initial", "critic.lr": 5e-6, "critic.clip_value": 0.3,
     }  # fmt: skip
-    assert {name: found[f"trainer.objective.{name}"] for name in expected} == expected
+    assert {name: recipe[f"trainer.objective.{name}"] for name in expected} == expected
     assert recipe_of({**tree, "critic": {"path": "/v"}})["trainer.objective.critic.model"] == "/v"
     assert not reasons(tree)
     scaled = {**tree, "actor": {**tree["actor"], "reward_scaling": 10.0}}
@@ -225,10 +225,10 @@ def test_a_teacher_is_carried_over(
 ) -> None:
     objective = "trainer.objective"
     tree = {"actor": {"path": "/m"}, "teacher": {"path": "/t", "backend": "fsdp:d1t4", **weights}}
-    found = recipe_of(tree)
-    assert found[f"{objective}.teacher.path"] == "/t"
-    assert found[f"{objective}.teacher.coef"] == coef
-    assert found.get(f"{objective}.min_reward_std") == min_reward_std
+    recipe = recipe_of(tree)
+    assert recipe[f"{objective}.teacher.path"] == "/t"
+    assert recipe[f"{objective}.teacher.coef"] == coef
+    assert recipe.get(f"{objective}.min_reward_std") == min_reward_std
     assert set(reasons(tree)) == ({"teacher.rl_loss_weight"} if coef == 0.25 else set())
 
 
@@ -243,8 +243,8 @@ def test_what_no_teacher_here_does_is_said() -> None:
     assert "critic" in reasons({"actor": {"path": "/m"}, **alone})["teacher.path"]
     assert not reasons({"actor": {"path": "/m"}, "teacher": {"rl_loss_weight": 2.0}})
     undistilled = {"path": "/t", "distill_loss_weight": 0.0, "rl_loss_weight": 2.0}
-    said = reasons({"actor": {"path": "/m"}, "teacher": undistilled})
-    assert "coef" not in said["teacher.rl_loss_weight"]
+    reason_of = reasons({"actor": {"path": "/m"}, "teacher": undistilled})
+    assert "coef" not in reason_of["teacher.rl_loss_weight"]
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def test_what_no_teacher_here_does_is_said() -> None:
     ],
 )
 def test_allocation_mode_is_translated(mode: str, gpus: int, expected: tuple[int, ...]) -> None:
-    found = recipe_of({"allocation_mode": mode, "cluster": {"n_gpus_per_node": gpus}})
+    recipe = recipe_of({"allocation_mode": mode, "cluster": {"n_gpus_per_node": gpus}})
     keys = ("cells", "replicas_per_cell", "tp")
-    assert tuple(found[f"inference.{key}"] for key in keys) == expected[:3]
-    assert found["trainer.parallel.dp"] == expected[3]
+    assert tuple(recipe[f"inference.{key}"] for key in keys) == expected[:3]
+    assert recipe["trainer.parallel.dp"] == expected[3]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_nothing_is_dropped_in_silence(tree: dict[str, Any], key: str) -> None:
 
 @dataclass
 class OwnConfig(GRPOConfig):
-    """As AReaL's guide extends a configuration."""
+    """Configuration extended as AReaL's guide shows."""
 
     my_rounds: int = dataclasses.field(default=3)
 
@@ -302,8 +302,8 @@ def test_unknown_keys_are_refused_together_with_the_nearest_known_ones(tmp_path:
     file.write_text("actor: {pth: /m, reward_norm: {mean_lvl: group}}\n")
     with pytest.raises(RecipeError) as caught:
         load_expr_config(["--config", str(file), "seeed=1"], GRPOConfig)
-    said = {problem.key: problem.hint for problem in caught.value.problems}
-    assert said == {
+    hints = {problem.key: problem.hint for problem in caught.value.problems}
+    assert hints == {
         "actor.pth": "did you mean path?",
         "actor.reward_norm.mean_lvl": "did you mean mean_level?",
         "seeed": "did you mean seed?",
