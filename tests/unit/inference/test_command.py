@@ -47,7 +47,7 @@ def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
     config = InferenceConfig(
         tp=2, context_length=4096, tool_call_parser="qwen25", extra_args=("--enable-metrics",)
     )
-    found = command(config, "cuda", index=3)
+    replica = command(config, "cuda", index=3)
     expected = (
         "py -m areal_hpc.inference.server.sglang_main"
         " --model-path /models/m --host 127.0.0.1 --port 31001 --nccl-port 31002 --device cuda"
@@ -56,8 +56,8 @@ def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
         " --enable-fp32-lm-head --base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
         " --tool-call-parser qwen25 --enable-metrics"
     )
-    assert " ".join(found.argv) == expected
-    assert found.environment == {"HF_HUB_OFFLINE": "1"}
+    assert " ".join(replica.argv) == expected
+    assert replica.environment == {"HF_HUB_OFFLINE": "1"}
 
 
 def test_a_gpu_finishes_each_step_before_weights_change_in_place() -> None:
@@ -84,9 +84,9 @@ def test_options_that_break_a_replica_are_refused(option: str, reason: str) -> N
 
 
 def test_a_model_beside_a_tower_is_served_without_it() -> None:
-    plain, alone = (command(InferenceConfig(), "cuda", reads_images=one) for one in (False, True))
-    more = ("--json-model-override-args", '{"language_model_only": true}')
-    assert alone.argv == (*plain.argv, *more)
+    plain, alone = (command(InferenceConfig(), "cuda", reads_images=flag) for flag in (False, True))
+    flags = ("--json-model-override-args", '{"language_model_only": true}')
+    assert alone.argv == (*plain.argv, *flags)
 
 
 def test_a_server_returns_routes_where_the_trainer_replays_them() -> None:
@@ -104,11 +104,11 @@ def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
 
 def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
     config = InferenceConfig(tp=4, nodes_per_replica=2)
-    whole = command(config, "cuda")
+    first = command(config, "cuda")
     second = command(config, "cuda", part=NodeOptions(1, 2, "10.0.0.1:31002", "10.0.0.2"))
     extra = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:31002")
-    assert second.argv == (*whole.argv, *extra)
-    assert second.environment == {**whole.environment, "SGLANG_HOST_IP": "10.0.0.2"}
+    assert second.argv == (*first.argv, *extra)
+    assert second.environment == {**first.environment, "SGLANG_HOST_IP": "10.0.0.2"}
 
 
 @pytest.mark.parametrize("wrong", [{"tp": 3}, {"tp": 2, "replicas_per_cell": 2}])
@@ -127,14 +127,14 @@ def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> Non
 
 def test_a_server_that_is_sent_an_adapter_knows_its_settings() -> None:
     adapter = LoraConfig(rank=4, alpha=6, rslora=True, target_modules=("q_proj", "v_proj"))
-    found = build_replica_command(
+    replica = build_replica_command(
         InferenceConfig(), python="py", model_path="/models/m", device="cuda", dtype="bfloat16",
         index=0, ports=ServerPorts(31001, 31002), random_seed=7, adapter=adapter,
     )  # fmt: skip
-    words = " ".join(found.argv)
+    words = " ".join(replica.argv)
     assert " --enable-lora --max-lora-rank 4 --max-loras-per-batch 2 " in words
     assert " --lora-target-modules q_proj v_proj --" in words
-    assert json.loads(found.environment[ADAPTER_VARIABLE]) == {
+    assert json.loads(replica.environment[ADAPTER_VARIABLE]) == {
         "peft_type": "LORA",
         "r": 4,
         "lora_alpha": 12.0,

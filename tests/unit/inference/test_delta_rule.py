@@ -11,7 +11,7 @@ LENGTHS = (5, 1, 9)
 K_HEADS, V_HEADS, DIM = 2, 4, 8
 STARTS = torch.tensor([0, 5, 6, 15])
 PLACES = torch.tensor([3, 0, 2])
-"""Of the requests' states among all."""
+"""Indices of the requests' states among all states."""
 
 
 def test_prompts_and_single_tokens_leave_the_states_of_transformers() -> None:
@@ -25,10 +25,10 @@ def test_prompts_and_single_tokens_leave_the_states_of_transformers() -> None:
     v = draw(1, tokens, V_HEADS, DIM)
     decays, shares = -draw(1, tokens, V_HEADS).abs(), draw(1, tokens, V_HEADS).sigmoid()
     states = torch.zeros(4, V_HEADS, DIM, DIM)
-    found, _, _ = delta_rule.chunk_gated_delta_rule_cpu(
+    output, _, _ = delta_rule.chunk_gated_delta_rule_cpu(
         q, k, v, decays, shares, states, STARTS, PLACES
     )
-    for row, place in enumerate(PLACES.tolist()):
+    for row, slot in enumerate(PLACES.tolist()):
         part = slice(int(STARTS[row]), int(STARTS[row + 1]))
         copies = V_HEADS // K_HEADS
         expected, last = modeling_qwen3_5.torch_chunk_gated_delta_rule(
@@ -36,8 +36,8 @@ def test_prompts_and_single_tokens_leave_the_states_of_transformers() -> None:
             v[:, part], g=decays[:, part], beta=shares[:, part],
             output_final_state=True, use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
-        assert torch.allclose(found[:, part], expected, atol=1e-5)
-        assert torch.allclose(states[place], last[0], atol=1e-5)
+        assert torch.allclose(output[:, part], expected, atol=1e-5)
+        assert torch.allclose(states[slot], last[0], atol=1e-5)
     A_log, dt_bias = draw(V_HEADS), draw(V_HEADS)
     a, b = draw(3, V_HEADS), draw(3, V_HEADS)
     decays, shares = delta_rule.fused_gdn_gating_cpu(A_log, a, b, dt_bias)
@@ -46,15 +46,15 @@ def test_prompts_and_single_tokens_leave_the_states_of_transformers() -> None:
     news = delta_rule.fused_sigmoid_gating_delta_rule_update_cpu(
         A_log, dt_bias, q[:, :3], k[:, :3], v[:, :3], a, b, states, PLACES, one_each
     )
-    for row, place in enumerate(PLACES.tolist()):
+    for row, slot in enumerate(PLACES.tolist()):
         expected, last = modeling_qwen3_5.torch_recurrent_gated_delta_rule(
             q[:, row][:, None].repeat_interleave(2, 2), k[:, row][:, None].repeat_interleave(2, 2),
             v[:, row][:, None], g=decays[:, row][:, None], beta=shares[:, row][:, None],
-            initial_state=before[place][None], output_final_state=True,
+            initial_state=before[slot][None], output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
         assert torch.allclose(news[:, row : row + 1], expected, atol=1e-5)
-        assert torch.allclose(states[place], last[0], atol=1e-5)
+        assert torch.allclose(states[slot], last[0], atol=1e-5)
 
 
 def test_a_convolution_goes_on_where_the_last_call_ended() -> None:

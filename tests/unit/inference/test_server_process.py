@@ -1,4 +1,4 @@
-"""What a server of SGLang is given, what it leaves and tells of itself, and its late log."""
+"""SGLang's server process: log, compiler caches, sockets, ports, device and metrics."""
 
 import contextlib
 import logging
@@ -35,7 +35,7 @@ MAX_SOCKET_PATH_CHARS = 107
 
 
 def speak(log: ServerLogPipe, size_bytes: int) -> None:
-    """A server says so much, and ends."""
+    """Write that many bytes to the log as a server does, and end."""
     says = f"import sys; sys.stdout.write('x' * {size_bytes} + 'last words')"
     speaker = subprocess.Popen([sys.executable, "-c", says], stdout=log.write_end)
     log.start_copying()
@@ -46,7 +46,7 @@ def speak(log: ServerLogPipe, size_bytes: int) -> None:
 def test_a_server_does_not_wait_for_the_storage_of_its_log(
     pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe takes 64 KiB and then nothing until it is read."""
+    """A pipe takes 64 KiB and then blocks its writer until somebody reads it."""
     monkeypatch.setattr(sglang_server, "_MAX_HELD_PIECES", pieces)
     path = tmp_path / "server.log"
     os.mkfifo(path)
@@ -118,13 +118,13 @@ def test_compiler_caches_must_be_private(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("chars", [79, 80, 150])
 def test_sockets_fit_however_long_a_path_is(chars: int, monkeypatch: pytest.MonkeyPatch) -> None:
     base = Path(tempfile.mkdtemp(dir="/tmp"))
-    place = base / ("x" * (chars - len(str(base)) - 1))
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    folder = base / ("x" * (chars - len(str(base)) - 1))
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     made = make_scratch_dir()
     try:
         assert len(made + "/tmp12345678") <= MAX_SOCKET_PATH_CHARS  # as SGLang names one
-        assert (Path(made).parent == place) == (chars <= 79)
+        assert (Path(made).parent == folder) == (chars <= 79)
     finally:
         shutil.rmtree(made)
         shutil.rmtree(base)
@@ -134,11 +134,11 @@ def test_ports_differ_and_stay_reserved(tmp_path: Path, monkeypatch: pytest.Monk
     outgoing = tmp_path / "ip_local_port_range"
     monkeypatch.setattr(sglang_server, "_LOCAL_PORT_RANGE_FILE", outgoing)
     outgoing.write_text("20000\t60999\n")
-    found = [sglang_server.choose_server_ports() for _ in range(50)]
-    assert all(ports.http != ports.rendezvous for ports in found)
-    assert len({ports.http for ports in found}) > 25, "cells that start together choose alike"
-    assert max(max(ports.http, ports.rendezvous) for ports in found) < 20000
-    outgoing.write_text("1024\t65535\n")  # all may be outgoing: any free one will do
+    choices = [sglang_server.choose_server_ports() for _ in range(50)]
+    assert all(ports.http != ports.rendezvous for ports in choices)
+    assert len({ports.http for ports in choices}) > 25, "cells that start together choose alike"
+    assert max(max(ports.http, ports.rendezvous) for ports in choices) < 20000
+    outgoing.write_text("1024\t65535\n")  # all ports may be outgoing: any free one will do
     ports = sglang_server.choose_server_ports()
     assert 0 < ports.http != ports.rendezvous > 0
 
@@ -155,8 +155,8 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 @pytest.mark.parametrize("environment", ["main", "camel"])
 def test_a_server_is_seen_to_listen_from_every_environment(environment: str) -> None:
     looked = (python_of(environment), "-W", "error", "-c", LOOKS)
-    found = subprocess.run(looked, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
-    assert found.stdout.split() == ["True", "False"], found.stderr
+    probe = subprocess.run(looked, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    assert probe.stdout.split() == ["True", "False"], probe.stderr
 
 
 @pytest.mark.parametrize(
@@ -182,14 +182,14 @@ def test_a_device_that_is_named_is_taken_and_auto_is_the_gpu_where_one_is_there_
 
 @contextlib.contextmanager
 def serving(body: bytes) -> Iterator[str]:
-    """A server on this machine that answers so, to whatever it is asked; its URL."""
+    """Yield the URL of a local server that answers every request with `body`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.wfile.write(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n" + body)
 
         def log_request(self, *_: object) -> None:
-            """Quietly."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -201,7 +201,7 @@ def serving(body: bytes) -> Iterator[str]:
 
 def read(url: str) -> list[tuple[str, float, dict[str, str]]]:
     samples = read_server_samples(ReplicaView(1, 1, "serving", url))
-    return [(one.name, one.value, dict(one.labels)) for one in samples]
+    return [(sample.name, sample.value, dict(sample.labels)) for sample in samples]
 
 
 def test_a_sites_proxy_does_not_stand_between(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_sites_proxy_does_not_stand_between(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("NO_PROXY", raising=False)
     with serving(b"of_the_proxy 2\n") as proxy, serving(b"running 3\n") as url:
         monkeypatch.setenv("http_proxy", proxy)
-        install_opener(build_opener())  # it knows the proxy; that of earlier calls would not
+        install_opener(build_opener())  # a new one knows the proxy; one of earlier calls would not
         try:
             assert read(url) == [("running", 3.0, {"replica": "1"})]
         finally:

@@ -1,4 +1,4 @@
-"""When a sender has vanished, what becomes of the replica that it updated, and of its parts."""
+"""Weight updates of a replica end after a bounded silence of the sender or of a node."""
 
 import pytest
 
@@ -11,14 +11,14 @@ from areal_hpc.wire.replicas import FollowerPollRequest
 
 @pytest.fixture
 def state() -> WeightUpdateState:
-    """Of a replica that serves."""
+    """State of a replica that serves."""
     state = WeightUpdateState()
     state.mark_serving("1.4")
     return state
 
 
 def call(state: WeightUpdateState, route: str, now: float, deadline_s: float = 10) -> None:
-    """One that SGLang accepts at once."""
+    """Make a call that SGLang accepts at once."""
     state.on_call_started(route, now, deadline_s)
     state.on_call_finished(route, now, deadline_s, accepted=True)
 
@@ -54,7 +54,7 @@ def test_a_call_in_flight_is_waited_for_before_a_loss(state: WeightUpdateState) 
 
 
 def test_time_of_an_update_is_that_of_its_calls(state: WeightUpdateState) -> None:
-    """Not that of waiting for the sender and for other replicas."""
+    """Waiting for the sender and for other replicas does not count."""
     call(state, "pause_generation", 0)
     for step in (5, 6):
         state.mark_fenced(100 * step, 10, stays_if_sender_lost=False)
@@ -71,7 +71,7 @@ def test_time_of_an_update_is_that_of_its_calls(state: WeightUpdateState) -> Non
 
 @pytest.mark.parametrize(("stays", "version"), [(False, "1.4"), (True, "")])
 def test_a_sender_may_change_nothing(state: WeightUpdateState, stays: bool, version: str) -> None:
-    """One that gave the replica up keeps it out of service."""
+    """A sender that gave the replica up keeps it out of service."""
     state.mark_fenced(0, 10, stays_if_sender_lost=False)
     call(state, "pause_generation", 1)
     state.mark_fenced(2, 10, stays_if_sender_lost=stays)
@@ -96,7 +96,7 @@ def test_a_node_that_has_not_begun_yet_is_waited_for() -> None:
 
 
 class Wall:
-    """Time that a test moves."""
+    """Clock that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
