@@ -1,4 +1,4 @@
-"""Which jobs a caretaker submits again, and which caretaker does it."""
+"""Caretakers submit lost jobs again, and one caretaker looks after each job."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ RUNNING_TRAINER = "1|RUNNING|None|n01|N/A|N/A|0|0|||"
 
 
 def job(name: str, state: str = "", *exits: TaskExit, **changes: object) -> JobStatus:
-    """A job that was submitted; without a state Slurm has forgotten it."""
+    """Make a job that was submitted; without a state Slurm has forgotten it."""
     submission = Submission(name, "7", 1, 0.0, "job.sbatch")
     queued = SlurmJobRecord(
         "7",
@@ -50,8 +50,8 @@ def job(name: str, state: str = "", *exits: TaskExit, **changes: object) -> JobS
         ended_or_latest_end_at=51.0,
     )
     is_alive = state in ("RUNNING", "PENDING")
-    found = JobStatus(name, submission, queued if state else None, exits, is_alive)
-    return replace(found, **changes)  # type: ignore[arg-type]
+    status = JobStatus(name, submission, queued if state else None, exits, is_alive)
+    return replace(status, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_one_caretaker_looks_after_each_job(
 ) -> None:
     states = zip(("trainer", *NAMES), (trainer, *cells), strict=True)
     jobs = {name: job(name, state) for name, state in states}
-    found = {}
+    chosen = {}
     for name in jobs:
         if name == "trainer" or jobs[name].is_running:
-            found[name] = tuple(select_jobs_to_watch(name, [STAGE], jobs))
-    assert {name: names for name, names in found.items() if names} == {"trainer": NAMES, **charges}
+            chosen[name] = tuple(select_jobs_to_watch(name, [STAGE], jobs))
+    assert {name: names for name, names in chosen.items() if names} == {"trainer": NAMES, **charges}
 
 
 GAVE_UP, IDLE = TaskExit(78, gave_up=True), TaskExit(79)
@@ -135,15 +135,15 @@ GAVE_UP, IDLE = TaskExit(78, gave_up=True), TaskExit(79)
 def test_from_outside_what_is_to_come_back_is_looked_after(
     sft: JobStatus | None, trainer: JobStatus, cell: JobStatus, charges: int
 ) -> None:
-    jobs = {one.name: one for one in (sft, trainer, cell) if one is not None}
-    before = [StageJobs(leader="sft", others=(), done_marker=Path("sft"))] if sft else []
+    jobs = {status.name: status for status in (sft, trainer, cell) if status is not None}
+    earlier = [StageJobs(leader="sft", others=(), done_marker=Path("sft"))] if sft else []
     train = StageJobs(leader="trainer", others=("cell-0",), done_marker=Path("FINISHED"))
-    assert len(select_jobs_to_watch(CARETAKER_JOB, [*before, train], jobs)) == charges
+    assert len(select_jobs_to_watch(CARETAKER_JOB, [*earlier, train], jobs)) == charges
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
-    """Job 1, the trainer, runs; of others it knows nothing."""
+    """Slurm that knows job 1 alone, the trainer, which runs."""
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.list_running("1")
     slurm.answer("sacct", "exit 1")
@@ -152,7 +152,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 
 @pytest.fixture
 def caretaker(paths: RunPaths) -> Caretaker:
-    """That of the trainer, in a run whose cells are gone."""
+    """Caretaker in the trainer's job of a run whose cells are gone."""
     for number, name in enumerate(("trainer", *NAMES), 1):
         files = paths.job(name)
         files.root.mkdir(parents=True)
@@ -160,9 +160,9 @@ def caretaker(paths: RunPaths) -> Caretaker:
         record_submission(
             paths.submissions, Submission(name, str(number), 1, 0.0, str(files.script))
         )
-        told = SlurmLaunchInfo()
+        info = SlurmLaunchInfo()
         launch = LaunchFile(
-            *(JobSpec(name, "agents", []), str(files.root), "", str(paths.events), {}), slurm=told
+            *(JobSpec(name, "agents", []), str(files.root), "", str(paths.events), {}), slurm=info
         )
         files.launch.write_bytes(msgspec.json.encode(launch))
     stage = STAGE.model_copy(update={"done_marker": paths.finished_marker})
@@ -180,7 +180,7 @@ def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
     for _ in range(2):
         caretaker.look()
     newest = get_latest_submissions(read_submissions(paths.submissions))
-    assert {name: one.job_id for name, one in newest.items()} == {
+    assert {name: submission.job_id for name, submission in newest.items()} == {
         "trainer": "1",
         "cell-0": "2",
         "cell-1": "12",
@@ -265,7 +265,7 @@ def test_what_somebody_submitted_during_the_look_is_not_submitted_again(
 def test_a_job_of_which_an_older_submission_runs_is_not_missing(
     slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
 ) -> None:
-    """The newest of cell-0 had started first, and gave way to it."""
+    """The newest submission of cell-0 had started first, and gave way to the older one."""
     record_submission(paths.submissions, Submission("cell-0", "20", 1, 0.0, "job.sbatch"))
     running_cell = RUNNING_TRAINER.replace("1|", "2|", 1)
     slurm.answer("sbatch", "echo 12")

@@ -67,7 +67,7 @@ def test_an_address_that_was_given_counts_then_the_sites_interface_then_the_host
     (loopback,) = (
         name
         for name, addresses in psutil.net_if_addrs().items()
-        if any(one.address == "127.0.0.1" for one in addresses)
+        if any(entry.address == "127.0.0.1" for entry in addresses)
     )
     assert find_own_address(loopback, {}) == "127.0.0.1"
     assert find_interface("127.0.0.1") == loopback

@@ -1,4 +1,4 @@
-"""What the probe makes of what it finds on a node, and which GPUs a process may use."""
+"""Node probe: its judgment of a node's faults, and the GPUs that a process may use."""
 
 import contextlib
 import errno
@@ -121,7 +121,7 @@ def test_gpus_are_counted_and_asked_for_their_errors() -> None:
 
 
 def test_a_job_without_gpus_asks_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a node with GPUs of which Slurm shows it none."""
+    """The node has GPUs, and Slurm shows the job none of them."""
     write_program(tmp_path / "nvidia-smi", "echo No devices were found; exit 6\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     environ = {"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_TMPDIR": str(tmp_path)}
@@ -192,16 +192,16 @@ def test_gpus_of_a_numa_node_stand_together_and_a_list_keeps_its_order() -> None
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("wanted", "message"),
     [
         (5, "cluster.gpus=5; this machine shows 4 GPUs"),
         ((1, 7, "GPU-a"), "cluster.gpus names GPUs 7, GPU-a; this machine shows 0, 1, 2, 3"),
     ],
 )
-def test_gpus_that_are_not_visible_are_refused(wanted: WantedGpus, said: str) -> None:
+def test_gpus_that_are_not_visible_are_refused(wanted: WantedGpus, message: str) -> None:
     with pytest.raises(RecipeError, match=r"at: cluster\.gpus") as refusal:
         select_wanted_gpus(VisibleGpus(("0", "1", "2", "3"), "here"), wanted, {})
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_numa_nodes_are_those_of_the_pci_addresses(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the end of tasks means for a job, how it asks for another start, and how starts count."""
+"""Requeue of a job: the outcome of its tasks, the request to Slurm, and the count of starts."""
 
 import errno
 import os
@@ -51,14 +51,14 @@ def test_a_job_asks_for_another_start_until_slurm_has_answered(
     """The list of excluded nodes cannot be read, as on a storage without an answer."""
     slurm.answer_about_jobs(action)
     paths.excluded_nodes.mkdir(parents=True)
-    told: list[str] = []
+    lines: list[str] = []
     give_up_at = time.monotonic() + scaled(60.0)
-    assert requeue_own_job(paths, "", give_up_at, told.append) == result
-    assert (len(told), slurm.list_calls("scontrol requeue")) == (refusals, ["scontrol requeue 7"])
+    assert requeue_own_job(paths, "", give_up_at, lines.append) == result
+    assert (len(lines), slurm.list_calls("scontrol requeue")) == (refusals, ["scontrol requeue 7"])
 
 
 def test_uncounted_crashes_end_the_job(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full disk nothing would bound the starts of a job."""
+    """Nothing would bound the job's starts if a full disk kept crashes uncounted."""
     job, crash = paths.job("trainer"), [TaskExit(1, "trainer")]
     waited_s: list[float] = []
     monkeypatch.setattr("areal_hpc.jobs.requeue.time.sleep", waited_s.append)
@@ -191,7 +191,7 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
         taken = starts.claim_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(scaled(60.0)) == taken
     assert taken.number == 2
-    superseded = [starts.is_superseded(tmp_path / "starts", one) for one in (first, taken)]
+    superseded = [starts.is_superseded(tmp_path / "starts", start) for start in (first, taken)]
     assert superseded == [True, False]
 
 
@@ -221,4 +221,4 @@ def test_end_and_last_save_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(
         starts.CHECKPOINT_DURATION_FILE_VARIABLE, str(tmp_path / "no_folder" / "time")
     )
-    starts.record_checkpoint_duration(30.0)  # the storage refuses, which is told in the log
+    starts.record_checkpoint_duration(30.0)  # the storage refuses, which the log says

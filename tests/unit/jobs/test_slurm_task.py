@@ -1,4 +1,4 @@
-"""How a task under Slurm stops: how much time its processes get, and what it needs for that."""
+"""Stop of a task under Slurm: the time that its processes get, and storage that fails."""
 
 import os
 import sys
@@ -37,8 +37,8 @@ REQUEUE = "requeue) echo PENDING > $STATE"
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    told = {"JOB_ID": "7", "NNODES": "1", "JOB_NODELIST": "n01", "JOB_END_TIME": ""}
-    for name, value in told.items():
+    variables = {"JOB_ID": "7", "NNODES": "1", "JOB_NODELIST": "n01", "JOB_END_TIME": ""}
+    for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURMD_NODENAME", "n01")
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
@@ -48,25 +48,25 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 
 
 def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
-    """The first task of a trainer that has begun."""
+    """Make the first task of a trainer, which has begun."""
     task = make_task(paths, tasks)
     assert task.begin() is None
     return task
 
 
 def make_task(paths: RunPaths, tasks: int = 1, rank: int = 0) -> SlurmTask:
-    """A task of a trainer that is about to begin on one node."""
+    """Make a task of a trainer on one node, which has not begun."""
     files = paths.job("trainer")
     files.root.mkdir(parents=True, exist_ok=True)
-    told = SlurmLaunchInfo(margin_s=0.5, least_free_bytes=1)
+    info = SlurmLaunchInfo(margin_s=0.5, least_free_bytes=1)
     job = JobSpec("trainer", "train", [], tasks=tasks)
     launch = LaunchFile(
         *(job, str(files.root), "", str(paths.events), {"train": sys.executable}),
         stop_grace_s=GRACE_S,
-        slurm=told,
+        slurm=info,
     )
     position = TaskPosition(rank, tasks, rank, 0)
-    return SlurmTask(launch, told, position, EventLog(paths.events, "trainer"))
+    return SlurmTask(launch, info, position, EventLog(paths.events, "trainer"))
 
 
 def test_without_a_time_limit_there_is_time_to_save(slurm: ScriptedSlurm, paths: RunPaths) -> None:
@@ -108,7 +108,7 @@ def test_full_storage_keeps_a_job_from_no_start(slurm: ScriptedSlurm, paths: Run
 def test_tasks_stay_as_long_as_the_first_asks_slurm(
     slurm: ScriptedSlurm, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, says_how_it_ended: bool
 ) -> None:
-    """Where the end of one task ends the job, the first could not ask to the end."""
+    """Another task's end may end the job before the first task has Slurm's answer."""
     monkeypatch.setattr(slurm_task, "TASK_EXIT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(slurm_task, "REQUEUE_TIMEOUT_S", scaled(600.0))
     begin_task(paths, tasks=2)
@@ -127,7 +127,7 @@ def test_tasks_stay_as_long_as_the_first_asks_slurm(
 
 
 class Step:
-    """A task of a step, and the clock it looks at."""
+    """Task of a step, with its clock."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -186,8 +186,8 @@ def test_who_stops_has_time_for_a_save_and_tells_the_processes(step: Step) -> No
     outcome = TaskExit(STOPPED_EXIT_CODE, reason="x")
     assert step.task.announce_stop(outcome) == 42.0
     [note] = step.launch.paths.starts_dir.glob("*.stop")
-    said = starts.read_stop_note(note)
-    assert said is not None
-    assert said.grace_s == 42.0
+    stop = starts.read_stop_note(note)
+    assert stop is not None
+    assert stop.grace_s == 42.0
     step.task.conclude(outcome)
     assert read_task_exits(step.launch.paths)[0].incarnation == "12.1"

@@ -1,4 +1,4 @@
-"""How processes of a job start, what is told of their end, and when ranks start again."""
+"""Processes of a job: their start, the report of their end, and restarts of ranks."""
 
 import sys
 import tracemalloc
@@ -21,10 +21,10 @@ def test_the_end_of_a_long_log_is_told_without_reading_all_of_it(tmp_path: Path)
         stream.write(b"\n" + b"".join(b"line %d\n" % number for number in range(20)))
     process = ManagedProcess(ProcessSpec("driver", "agents", "a:b", {}), log, tmp_path / "d.json")
     tracemalloc.start()
-    told = process.read_last_words()
+    last_words = process.read_last_words()
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert told.splitlines() == [f"line {number}" for number in range(8, 20)]
+    assert last_words.splitlines() == [f"line {number}" for number in range(8, 20)]
     assert peak_bytes < LOG_BYTES / 16
     log.write_text("Killed\n")
     assert process.read_last_words() == "Killed"
@@ -52,20 +52,20 @@ print(found)
 
 def test_neither_a_thread_nor_an_open_gpu_may_be_copied(tmp_path: Path) -> None:
     (tmp_path / "nvidia-uvm").touch()
-    # In a process of its own: this one has threads of other tests.
-    said = said_by(run_program(sys.executable, "-c", LOOK, tmp_path))
-    assert said == "[True, False, False, True]\n"
+    # In a separate process, since this one has threads of other tests.
+    output = said_by(run_program(sys.executable, "-c", LOOK, tmp_path))
+    assert output == "[True, False, False, True]\n"
 
 
 def test_of_many_that_died_one_is_the_cause_and_all_follow_it(tmp_path: Path) -> None:
     tasks = [RankRestartNotes(tmp_path / "7.0", 0.0) for _ in range(8)]
     assert [task.read_next_restart() for task in tasks] == [None] * 8
     with ThreadPoolExecutor(8) as pool:
-        said = [
+        futures = [
             pool.submit(task.announce_restart, RankRestart(rank, 137, 1))
             for rank, task in enumerate(tasks)
         ]
-    (cause,) = [rank for rank, one in enumerate(said) if one.result()]
+    (cause,) = [rank for rank, future in enumerate(futures) if future.result()]
     assert [task.read_next_restart() for task in tasks] == [RankRestart(cause, 137, 1)] * 8
     assert [task.read_next_restart() for task in tasks] == [None] * 8, "each is followed once"
     assert tasks[0].announce_restart(RankRestart(0, 139, 2)), "and may be followed by another"
