@@ -1,4 +1,4 @@
-"""What doctor finds here and on a GPU node, and how it judges facts and measurements."""
+"""Doctor: checks of this machine and of a GPU node, and verdicts on facts and measurements."""
 
 import math
 import sys
@@ -68,9 +68,9 @@ def test_a_directory_is_judged_by_its_promises_and_left_as_it_was(tmp_path: Path
     assert found | kept == found
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    (one,) = check_storage(DoctorSubject(fileroot=tmp_path / "file" / "below"))
-    assert one.verdict is CheckStatus.FAIL
-    assert "cluster.fileroot" in one.hint
+    (check,) = check_storage(DoctorSubject(fileroot=tmp_path / "file" / "below"))
+    assert check.verdict is CheckStatus.FAIL
+    assert "cluster.fileroot" in check.hint
 
 
 def test_ctrl_c_leaves_no_job_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_every_finding_that_is_not_well_says_what_to_try() -> None:
 REQUEUED = SlurmConfig()
 ENDED_EARLY = SlurmConfig(sbatch={"no-requeue": True})
 JUDGED = [
-    # what the site has, the verdict on it, what is said
+    # fact of the site, verdict, part of the finding
     (judge_preemption("p", "OFF", 0), CheckStatus.OK, "not preempted"),
     (judge_preemption("p", "REQUEUE", 30), CheckStatus.OK, "Slurm starts it again"),
     (judge_preemption("p", "CANCEL", 30), CheckStatus.OK, "asks for another start"),
@@ -152,16 +152,16 @@ JUDGED = [
 ]
 
 
-@pytest.mark.parametrize(("found", "status", "said"), JUDGED)
-def test_what_a_site_does_is_foretold(found: CheckResult, status: CheckStatus, said: str) -> None:
+@pytest.mark.parametrize(("found", "status", "text"), JUDGED)
+def test_what_a_site_does_is_foretold(found: CheckResult, status: CheckStatus, text: str) -> None:
     assert found.verdict is status
-    assert said in found.finding
+    assert text in found.finding
 
 
 def test_where_a_job_cannot_submit_or_reach_munge_a_caretaker_outside_does() -> None:
     for slurm in (REQUEUED, ENDED_EARLY):
-        found = judge_submission_from_jobs("p", "login1", slurm)
-        assert "areal-hpc caretaker RUN" in found.hint
+        check = judge_submission_from_jobs("p", "login1", slurm)
+        assert "areal-hpc caretaker RUN" in check.hint
     mounted = SlurmConfig.model_validate({"container": {"mounts": ["/run/munge"]}})
     assert judge_commands_in_container(SlurmConfig()).verdict is CheckStatus.WARN
     assert judge_commands_in_container(mounted).verdict is CheckStatus.OK
@@ -189,27 +189,27 @@ def test_a_check_that_raises_has_failed_and_hides_no_other() -> None:
         DoctorCheck("left out", refuse, ("recipe",)),
         DoctorCheck("last", lambda subject: [ok("last", "good")]),
     )
-    found = run_checks(DoctorSubject(), checks=checks)
-    assert [(one.name, one.verdict) for one in found] == [
+    results = run_checks(DoctorSubject(), checks=checks)
+    assert [(check.name, check.verdict) for check in results] == [
         ("refusing", CheckStatus.FAIL),
         ("first", CheckStatus.OK),
         ("stumbling", CheckStatus.FAIL),
         ("last", CheckStatus.OK),
     ]
-    assert (found[0].finding, found[0].hint) == ("the shoe does not fit", "another foot")
-    assert "ValueError: oh" in found[2].finding
+    assert (results[0].finding, results[0].hint) == ("the shoe does not fit", "another foot")
+    assert "ValueError: oh" in results[2].finding
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
 def test_slurm_is_missed_only_if_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's commands are here, and there is no cluster: without a file they look for 15 s."""
+    """Slurm's commands exist without a cluster; without a configuration they search for 15 s."""
     (tmp_path / "slurm.conf").touch()
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    one, isolation, means = run_checks(DoctorSubject())
+    slurm_check, isolation, means = run_checks(DoctorSubject())
     assert (isolation.name, means.name) == ("isolation", "means of isolation")
-    assert one.verdict is CheckStatus.OK
-    assert "`areal-hpc run` works without it" in one.finding
-    assert len(one.finding.splitlines()) == 1
+    assert slurm_check.verdict is CheckStatus.OK
+    assert "`areal-hpc run` works without it" in slurm_check.finding
+    assert len(slurm_check.finding.splitlines()) == 1
     meant = run_checks(DoctorSubject(has_site=True))
     verdicts = [check.verdict for check in meant]
     assert verdicts == [CheckStatus.FAIL, isolation.verdict, CheckStatus.OK]
@@ -239,7 +239,7 @@ def test_a_control_group_or_one_above_it_limits_memory(
 def test_means_of_isolation_are_what_the_kernel_says(tmp_path: Path) -> None:
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "status").write_text("Name:\tx\nSeccomp:\t0\n")
-    assert [has_seccomp(tmp_path, one) for one in ("x86_64", "riscv64")] == [True, False]
+    assert [has_seccomp(tmp_path, machine) for machine in ("x86_64", "riscv64")] == [True, False]
     (tmp_path / "self" / "status").write_text("Name:\tx\n")
     assert not has_seccomp(tmp_path, "x86_64")
     assert not has_user_namespaces(tmp_path)
@@ -282,10 +282,10 @@ def test_the_replica_is_the_recipes_as_far_as_the_node_has_gpus() -> None:
         "inference.extra_args=[--log-level=info]",
     )
     plan = plan_of(recipe)
-    found = build_single_replica_config(plan, gpus=8)
-    assert (found.tp, found.nodes_per_replica, found.cells) == (4, 1, 1)
-    Recipe.model_validate(build_tiny_recipe(plan, found, ("0", "GPU-1"), Path("/x/model")))
-    assert found.extra_args == ("--log-level=info",)
+    config = build_single_replica_config(plan, gpus=8)
+    assert (config.tp, config.nodes_per_replica, config.cells) == (4, 1, 1)
+    Recipe.model_validate(build_tiny_recipe(plan, config, ("0", "GPU-1"), Path("/x/model")))
+    assert config.extra_args == ("--log-level=info",)
     assert build_single_replica_config(plan, gpus=3).tp == 2
     rehearsed = build_single_replica_config(plan_of(recipe, device="cpu"), gpus=2)
     assert (rehearsed.tp, rehearsed.extra_args) == (1, ())
@@ -304,7 +304,7 @@ def test_with_less_than_two_gpus_no_step_runs(
     )
     started: list[str] = []
     results = [*examine_gpu_node(plan_of(), started.append)]
-    assert [(one.name, one.verdict) for one in results[8:]] == steps
+    assert [(check.name, check.verdict) for check in results[8:]] == steps
     assert started == []
 
 
@@ -326,8 +326,8 @@ def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
     assert "does not start" in nowhere.error
     answer = '{"torch": "2.14.1", "cuda": "13.0", "nccl": "2.30.7", "gpus": 2}'
     sound = write_program(tmp_path / "sound", f"echo noise\necho '{answer}'\n")
-    found = read_gpu_facts("serve", str(sound), {})
-    assert (found.role, found.nccl, found.gpus) == ("serve", "2.30.7", 2)
+    facts = read_gpu_facts("serve", str(sound), {})
+    assert (facts.role, facts.nccl, facts.gpus) == ("serve", "2.30.7", 2)
 
 
 def python_of(role: str, **changes: Any) -> PythonFacts:
@@ -348,22 +348,22 @@ SOUND = NodeFacts(
     nvcc="/usr/local/cuda/bin/nvcc",
     pythons=(python_of("train"), python_of("serve")),
 )
-"""A node on which nothing is wrong."""
+"""Facts of a node without a fault."""
 
 
 def test_a_sound_node_passes_every_check() -> None:
-    found = list(judge_facts(SOUND, "mlx5_0"))
-    assert {one.verdict for one in found} == {CheckStatus.OK}
+    checks = list(judge_facts(SOUND, "mlx5_0"))
+    assert {check.verdict for check in checks} == {CheckStatus.OK}
     names = ["GPUs", "driver", "torch train", "torch serve", "NCCL", "RDMA", "memlock", "nvcc"]
-    assert [one.name for one in found] == names
-    assert found[0].finding == f"8 visible: {H100} with 80 GiB, joined by NVLink"
+    assert [check.name for check in checks] == names
+    assert checks[0].finding == f"8 visible: {H100} with 80 GiB, joined by NVLink"
 
 
 NO_ADAPTER = {"adapters": 0, "has_ibverbs": False}
 
 
 @pytest.mark.parametrize(
-    ("changes", "check", "verdict", "said"),
+    ("changes", "check", "verdict", "text"),
     [
         ({"gpus": (), "visible_gpus": ()}, "GPUs", "fail", "shows none"),
         ({"visible_gpus": ()}, "GPUs", "fail", "8 in the node, none visible"),
@@ -398,13 +398,13 @@ NO_ADAPTER = {"adapters": 0, "has_ibverbs": False}
     ],
 )
 def test_a_fault_of_a_node_is_told_with_a_way_out(
-    changes: dict[str, Any], check: str, verdict: str, said: str
+    changes: dict[str, Any], check: str, verdict: str, text: str
 ) -> None:
     results = judge_facts(replace(SOUND, **changes), "mlx5_0")
-    (found,) = (one for one in results if one.name == check)
-    assert found.verdict == verdict
-    assert said in found.finding
-    assert bool(found.hint) == (verdict != "ok")
+    (result,) = (result for result in results if result.name == check)
+    assert result.verdict == verdict
+    assert text in result.finding
+    assert bool(result.hint) == (verdict != "ok")
 
 
 def test_what_nvidia_smi_says_is_read() -> None:

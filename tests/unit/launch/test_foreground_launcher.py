@@ -1,4 +1,4 @@
-"""What becomes of jobs that end too early, and of a run whose leading job is gone."""
+"""Foreground launcher: jobs that end too early, and a run whose leading job is gone."""
 
 import threading
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def test_a_crash_must_follow_some_progress_and_one_cell_of_several_can_be_done_w
 def test_a_job_was_of_use_if_the_run_got_further_or_could_do_without_it(
     job: str, steps_taken: int, steps_left: int, lived_s: float, expected: bool
 ) -> None:
-    found = job_made_progress(job, steps_taken=steps_taken, steps_left=steps_left, lived_s=lived_s)
-    assert found is expected
+    useful = job_made_progress(job, steps_taken=steps_taken, steps_left=steps_left, lived_s=lived_s)
+    assert useful is expected
 
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
@@ -61,7 +61,7 @@ LOOKS_OF_A_CARETAKER = 12
 
 
 class Reporter:
-    """Shows nothing, and has something done at each look at the run's files."""
+    """Reporter that shows nothing and calls `at_look` at each look at the run's files."""
 
     def __init__(self, at_look: Callable[[int], None]) -> None:
         self._at_look = at_look
@@ -77,7 +77,7 @@ class Reporter:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
-    """Job 2, a cell, runs."""
+    """Slurm on which job 2, a cell, runs."""
     for name in ("FIRST_QUEUE_POLL_S", "MAX_QUEUE_POLL_S"):
         monkeypatch.setattr(run, name, 0.0)
     monkeypatch.setattr(run, "RUN_FILES_POLL_S", 0.001)

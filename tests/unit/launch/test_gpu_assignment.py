@@ -1,4 +1,4 @@
-"""How the GPUs of one machine are shared out among the jobs of a stage."""
+"""GPUs of one machine are shared out among the jobs of a stage."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def refusal_of(recipe: Recipe, visible: VisibleGpus) -> str:
 
 
 def given_out(assignment: GpuAssignment) -> list[str]:
-    return [one for tasks in assignment.values() for ids in tasks for one in ids]
+    return [gpu for tasks in assignment.values() for ids in tasks for gpu in ids]
 
 
 @given(
@@ -71,13 +71,13 @@ def test_every_task_has_gpus_of_its_own_or_the_sum_is_told(
     visible = shown(*(f"GPU-{number}" for number in range(n_visible)))
     serving = (cells + evaluates_apart) * replicas * tp
     if dp + serving > n_visible:
-        said = refusal_of(recipe, visible)
-        assert f"it needs {dp + serving} at once" in said
-        assert f"this machine shows {n_visible} (CUDA_VISIBLE_DEVICES=" in said
-        assert f"trainer {dp} ranks x 1 = {dp}" in said
+        refusal = refusal_of(recipe, visible)
+        assert f"it needs {dp + serving} at once" in refusal
+        assert f"this machine shows {n_visible} (CUDA_VISIBLE_DEVICES=" in refusal
+        assert f"trainer {dp} ranks x 1 = {dp}" in refusal
         each = f"{replicas} replicas x tp {tp} = {replicas * tp}"
-        assert all(f"cell-{index} {each}" in said for index in range(cells))
-        assert (f"evaluation {each}" in said) is evaluates_apart
+        assert all(f"cell-{index} {each}" in refusal for index in range(cells))
+        assert (f"evaluation {each}" in refusal) is evaluates_apart
         return
     for stage in stages_of(recipe):
         assignment = assign_gpus(stage, visible, recipe)
@@ -96,11 +96,11 @@ def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
     recipe = recipe_of("auto")
     assert given_out(assign_gpus(stages_of(recipe)[1], nothing, recipe)) == []
     assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": ""}) == []
-    said = refusal_of(recipe_of("cuda"), nothing)
-    assert "it needs 2 at once" in said
-    assert "this machine shows 0 (/dev/nvidia[0-9]*)" in said
-    assert "try: at least 2 are needed" in said
-    assert "use trainer.device=cpu" in said
+    refusal = refusal_of(recipe_of("cuda"), nothing)
+    assert "it needs 2 at once" in refusal
+    assert "this machine shows 0 (/dev/nvidia[0-9]*)" in refusal
+    assert "try: at least 2 are needed" in refusal
+    assert "use trainer.device=cpu" in refusal
 
 
 def test_every_stage_that_lacks_gpus_is_reported() -> None:

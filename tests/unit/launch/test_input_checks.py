@@ -1,4 +1,4 @@
-"""A model of the hub is used from the cache, or its absence told at once; a tiny one is made."""
+"""Input checks: a hub model comes from the cache or is a problem at once; tiny models are made."""
 
 import json
 import subprocess
@@ -114,7 +114,7 @@ def test_another_network_has_the_same_tokens(recipe: Recipe, tmp_path: Path, net
     form = {"quantization_config": {"quant_method": "fp8"}}
     config.write_text(json.dumps(json.loads(config.read_bytes()) | form))
     (folders["no json"] / "config.json").write_text('{"model_type": "qwen2", ')
-    found = {}
+    texts = {}
     for name, folder in folders.items():
         tree = recipe.model_dump(mode="json")
         objective = tree["trainer"]["objective"]
@@ -124,13 +124,13 @@ def test_another_network_has_the_same_tokens(recipe: Recipe, tmp_path: Path, net
             objective |= {"baseline": "value", "critic": {"model": str(folder)}}
         tree["trainer"]["parallel"]["tp"] = 2
         checked = list(find_model_problems(build_recipe(tree)))
-        found[name] = [one.message for one in checked if str(folder) in f"{one.message} {one.key}"]
-    assert found["same"] == []
-    assert "the tokenizers of" in found["other tokens"][0]
-    assert "num_attention_heads 3 must be a multiple of tp 2" in found["odd heads"][0]
-    assert "says that the weights are quantized (fp8)" in found["quantized"][0]
-    assert "the configuration is not JSON" in found["no json"][0]
-    assert "there is no model directory" in found["none"][0]
+        texts[name] = [one.message for one in checked if str(folder) in f"{one.message} {one.key}"]
+    assert texts["same"] == []
+    assert "the tokenizers of" in texts["other tokens"][0]
+    assert "num_attention_heads 3 must be a multiple of tp 2" in texts["odd heads"][0]
+    assert "says that the weights are quantized (fp8)" in texts["quantized"][0]
+    assert "the configuration is not JSON" in texts["no json"][0]
+    assert "there is no model directory" in texts["none"][0]
 
 
 QUESTION = [{"role": "user", "content": "State the final answer: 3 - 5 + 0 + 6 ="}]
@@ -191,8 +191,8 @@ def test_every_id_of_the_model_has_a_token(model_dir: Path, tokenizer: Any) -> N
 
 @given(text=st.text())
 def test_any_text_survives_and_digits_stay_single(raw_tokenizer: Tokenizer, text: str) -> None:
-    found = raw_tokenizer.encode(text, add_special_tokens=False)
-    assert raw_tokenizer.decode(found.ids, skip_special_tokens=False) == text
+    encoding = raw_tokenizer.encode(text, add_special_tokens=False)
+    assert raw_tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
     tokens = raw_tokenizer.encode("2026-11=2015").tokens
     assert [token for token in tokens if token.isdigit()] == list("2026112015")
 
@@ -247,11 +247,11 @@ def test_same_seed_makes_the_same_model(model_dir: Path, tmp_path: Path) -> None
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (model_dir / name).read_bytes()
     embedding = "model.embed_tokens.weight"
-    one = load_file(model_dir / "model.safetensors")[embedding]
+    weights = load_file(model_dir / "model.safetensors")[embedding]
     other = load_file(tmp_path / "other" / "model.safetensors")[embedding]
-    assert not np.array_equal(one, other)
-    assert one.dtype == np.float32
-    assert abs(float(one.std()) - 0.05) < 0.002
+    assert not np.array_equal(weights, other)
+    assert weights.dtype == np.float32
+    assert abs(float(weights.std()) - 0.05) < 0.002
 
 
 def test_making_a_model_does_not_import_torch() -> None:

@@ -1,4 +1,4 @@
-"""Sizes: parameters against the real models' and the name table's, the rest against arithmetic."""
+"""Memory estimates: parameters equal real models and the table of names, the rest arithmetic."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ COUNTS = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
-"""As their safetensors files hold them, a tied head not counted."""
+"""Parameters in the models' safetensors files, without a tied head."""
 
 
 @functools.cache
@@ -52,7 +52,7 @@ weight_map_of = functools.cache(list_parameter_maps)
 
 
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
-    """By the table of names: what one rank of a stage holds, experts apart."""
+    """Count the parameters of one rank of a stage by the table of names, experts apart."""
     counts = {False: 0, True: 0}
     layers, rows = divide_layers_over_stages(arch.layers, split.pp), weight_map_of(arch)
     first = sum(layers[:stage])
@@ -91,45 +91,45 @@ def trainer(**split: Any) -> TrainerConfig:
 def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32() -> None:
     arch, count = architecture("Qwen3-0.6B"), COUNTS["Qwen3-0.6B"]
     for dtype, size in (("bfloat16", 18), ("float32", 16)):
-        held = memory_estimate.estimate_trainer_memory(
+        memory = memory_estimate.estimate_trainer_memory(
             arch, TrainerConfig.model_validate({"dtype": dtype})
         )
-        assert held.parameters + held.gradients + held.optimizer == size * count
+        assert memory.parameters + memory.gradients + memory.optimizer == size * count
 
 
 def test_what_an_adapter_freezes_has_no_gradients_and_no_optimizer() -> None:
     arch, count = architecture("Qwen3-4B"), COUNTS["Qwen3-4B"]
     lora = LoraConfig(rank=8)
     queries, keys = 2560 + 32 * 128, 2560 + 8 * 128
-    own = 36 * 8 * (2 * queries + 2 * keys + 3 * (2560 + 9728))
-    assert parameter_counts.count_adapter_parameters(arch, lora) == own
-    held = memory_estimate.estimate_trainer_memory(replace(arch, lora=lora), trainer(dp=2))
-    assert held.parameters == 2 * (count + own)
-    assert (held.gradients, held.optimizer) == (4 * own, 6 * own)
+    adapter = 36 * 8 * (2 * queries + 2 * keys + 3 * (2560 + 9728))
+    assert parameter_counts.count_adapter_parameters(arch, lora) == adapter
+    memory = memory_estimate.estimate_trainer_memory(replace(arch, lora=lora), trainer(dp=2))
+    assert memory.parameters == 2 * (count + adapter)
+    assert (memory.gradients, memory.optimizer) == (4 * adapter, 6 * adapter)
     copy = memory_estimate.estimate_checkpoint_copy_bytes(replace(arch, lora=lora), trainer(dp=2))
-    assert copy == 7 * own
+    assert copy == 7 * adapter
     some = lora.model_copy(update={"target_modules": ("q_proj", "v_proj")})
     assert parameter_counts.count_adapter_parameters(arch, some) == 36 * 8 * (queries + keys)
 
 
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
-    alone = memory_estimate.estimate_trainer_memory(arch, trainer())
+    unshared = memory_estimate.estimate_trainer_memory(arch, trainer())
     shared = memory_estimate.estimate_trainer_memory(arch, trainer(dp=4, cp=2))
-    assert (shared.optimizer, shared.gradients) == (alone.optimizer // 8, alone.gradients)
+    assert (shared.optimizer, shared.gradients) == (unshared.optimizer // 8, unshared.gradients)
 
 
 def test_a_frozen_network_waits_on_the_host_and_takes_the_place_of_activations() -> None:
     large, small = architecture("Qwen2.5-Math-7B-Instruct"), architecture("Qwen3-0.6B")
     config = trainer(tp=2, dp=2)
-    alone = memory_estimate.estimate_trainer_memory(small, config)
-    held = memory_estimate.estimate_trainer_memory(small, config, frozen=[small, large])
-    sizes = [sum(held_by(one, ParallelConfig(tp=2), 0)) * 2 for one in (small, large)]
-    assert held.host_frozen == sum(sizes)
+    base = memory_estimate.estimate_trainer_memory(small, config)
+    scored = memory_estimate.estimate_trainer_memory(small, config, frozen=[small, large])
+    sizes = [sum(held_by(arch, ParallelConfig(tp=2), 0)) * 2 for arch in (small, large)]
+    assert scored.host_frozen == sum(sizes)
     layout = ParallelConfig(tp=2)
     layer = activation_memory.count_layer_activation_bytes(large, layout, "bfloat16", 8192)
-    assert held.scoring == sizes[1] + layer
-    assert held.total == alone.total - alone.activations + max(alone.activations, held.scoring)
+    assert scored.scoring == sizes[1] + layer
+    assert scored.total == base.total - base.activations + max(base.activations, scored.scoring)
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
@@ -140,15 +140,15 @@ def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, t
         alone = memory_estimate.estimate_stage_memory(policy, config, stage)
         both = memory_estimate.estimate_stage_memory(policy, config, stage, critic=critic)
         untied = replace(critic, tied=False)
-        own = sum(held_by(untied, ParallelConfig(tp=tp, pp=pp), stage))
+        head = sum(held_by(untied, ParallelConfig(tp=tp, pp=pp), stage))
         if stage == pp - 1:
-            own -= (critic.vocab // tp - 1) * critic.hidden
-        assert both.parameters - alone.parameters == 2 * own
-        assert both.gradients - alone.gradients == 4 * own
-        assert both.optimizer - alone.optimizer == pytest.approx(12 * own / 2, abs=12)
+            head -= (critic.vocab // tp - 1) * critic.hidden
+        assert both.parameters - alone.parameters == 2 * head
+        assert both.gradients - alone.gradients == 4 * head
+        assert both.optimizer - alone.optimizer == pytest.approx(12 * head / 2, abs=12)
         assert both.activations == alone.activations, "the larger network's, one after the other"
-    copies = [memory_estimate.estimate_checkpoint_copy_bytes(policy, config, one)
-              for one in (None, critic)]  # fmt: skip
+    copies = [memory_estimate.estimate_checkpoint_copy_bytes(policy, config, network)
+              for network in (None, critic)]  # fmt: skip
     assert copies[1] > copies[0]
     assert parameter_counts.count_critic_parameters(critic) == 596_049_920 + critic.hidden
 
@@ -156,16 +156,16 @@ def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, t
 def test_serving_by_hand() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
     config = InferenceConfig(max_total_tokens=1000)
-    held = resources.estimate_serving_memory(arch, config, "bfloat16", None)
-    assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
-    assert held.kv_per_token == 2 * 28 * 4 * 128 * 2
-    assert held.total == held.weights + 1000 * 57_344
+    memory = resources.estimate_serving_memory(arch, config, "bfloat16", None)
+    assert memory.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
+    assert memory.kv_per_token == 2 * 28 * 4 * 128 * 2
+    assert memory.total == memory.weights + 1000 * 57_344
     on_eight = resources.estimate_serving_memory(arch, InferenceConfig(tp=8), "bfloat16", None)
     assert on_eight.kv_per_token == 57_344 // 4
     # without a number the cache takes what mem_fraction_static leaves
     gpu = 80 * memory_estimate.GIB
-    held = resources.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", gpu)
-    assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
+    memory = resources.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", gpu)
+    assert memory.kv_tokens == (int(gpu * 0.85) - memory.weights) // 57_344
     assert (
         resources.estimate_serving_memory(arch, InferenceConfig(), "bfloat16", None).kv_tokens
         is None
@@ -185,9 +185,9 @@ def test_serving_by_hand() -> None:
 def test_misfits_are_told(gpu_gib: int, inference: dict[str, Any], keys: list[str]) -> None:
     arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory_estimate.GIB
     config = InferenceConfig.model_validate(inference)
-    held = memory_estimate.estimate_trainer_memory(arch, trainer(tp=2, dp=4))
+    training = memory_estimate.estimate_trainer_memory(arch, trainer(tp=2, dp=4))
     serving = resources.estimate_serving_memory(arch, config, "bfloat16", gpu)
-    problems = resources.find_memory_problems(held, serving, config, gpu)
+    problems = resources.find_memory_problems(training, serving, config, gpu)
     assert [problem.key for problem in problems] == keys
 
 
@@ -207,10 +207,10 @@ def test_an_offloaded_optimizer_is_on_the_host_but_for_one_chunk() -> None:
     arch = architecture("Qwen3-32B")
     layout = {"tp": 8, "dp": 2}
     config = {"parallel": layout, "offload": {"optimizer": True}}
-    there = memory_estimate.estimate_trainer_memory(arch, trainer(**layout))
-    held = memory_estimate.estimate_trainer_memory(arch, TrainerConfig.model_validate(config))
-    assert (there.host_optimizer, held.host_optimizer) == (0, there.optimizer)
-    assert held.optimizer == 12 * memory_estimate.OPTIMIZER_CHUNK_ELEMENTS < there.optimizer / 10
+    usual = memory_estimate.estimate_trainer_memory(arch, trainer(**layout))
+    memory = memory_estimate.estimate_trainer_memory(arch, TrainerConfig.model_validate(config))
+    assert (usual.host_optimizer, memory.host_optimizer) == (0, usual.optimizer)
+    assert memory.optimizer == 12 * memory_estimate.OPTIMIZER_CHUNK_ELEMENTS < usual.optimizer / 10
 
 
 def test_the_change_that_fits_may_be_the_offload_of_the_optimizer() -> None:

@@ -1,4 +1,4 @@
-"""What a job asks for at a site that says nothing, and what of an allocation it may use."""
+"""Node shares: a job's requests at a site without settings, and its part of an allocation."""
 
 from pathlib import Path
 
@@ -46,10 +46,10 @@ def test_the_smallest_site_is_asked_for_processors_and_memory() -> None:
 
 
 def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
-    told = recipe_of(
+    recipe = recipe_of(
         "cluster.slurm.sbatch.mem=100G", "cluster.slurm.jobs.cell.sbatch.cpus-per-task=9"
     )
-    slurm = add_node_share_options(told, jobs_of(told))
+    slurm = add_node_share_options(recipe, jobs_of(recipe))
     for job, cpus in (("trainer", 4), ("cell-0", 9)):
         flags = slurm.get_options_of_job(job).sbatch
         assert flags == {"mem": "100G", "cpus-per-task": cpus}
@@ -115,7 +115,7 @@ def load_32b() -> Recipe:
 
 
 def hold_big_nodes(memory_gib: int, count: int = 3) -> Allocation:
-    nodes = (NodeShare(f"n{one}", 96, memory_gib << 10, 8) for one in range(1, count + 1))
+    nodes = (NodeShare(f"n{number}", 96, memory_gib << 10, 8) for number in range(1, count + 1))
     return Allocation("12", tuple(nodes), None)
 
 

@@ -1,4 +1,4 @@
-"""An earlier run is moved aside by `--fresh`, a finished one has results; keys are the owner's."""
+"""Prepared runs: `--fresh` moves a run aside, a finished one has results, keys stay private."""
 
 import fcntl
 import json
@@ -46,11 +46,11 @@ from tests.support.waiting import wait_for
 
 
 def stand_in_pythons(folder: Path) -> tuple[str, ...]:
-    """Overrides of a recipe whose runs are checked and not started."""
+    """Write a stand-in Python; return overrides that name it, for runs that never start."""
     modules = {name: "" for names in MODULES_BY_ROLE.values() for name in names}
-    said = json.dumps({"version": "3.11.0", "packages": {}, "cuda": None, "modules": modules})
+    answer = json.dumps({"version": "3.11.0", "packages": {}, "cuda": None, "modules": modules})
     # Other questions are about the user's code, with which nothing is wrong.
-    script = f"case \"$*\" in *find_spec*) echo '{said}';; *) echo null;; esac"
+    script = f"case \"$*\" in *find_spec*) echo '{answer}';; *) echo null;; esac"
     write_program(folder / "stand_in_python", script)
     return tuple(f"cluster.{role}.python={folder / 'stand_in_python'}" for role in ROLES)
 
@@ -69,15 +69,15 @@ def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_pat
         with pytest.raises(ClusterError, match="another process"):
             archive_run(paths, print)
     assert paths.root.exists()
-    kept = archive_run(paths, print)
-    assert kept is not None
+    archived = archive_run(paths, print)
+    assert archived is not None
     assert not paths.root.exists()
-    assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
-    assert kept.parent == paths.root.parent
+    assert (archived / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
+    assert archived.parent == paths.root.parent
 
 
 def test_a_run_at_work_in_an_allocation_is_not_moved_aside(tmp_path: Path) -> None:
-    """The lock says nothing where the file system has none that reach other nodes."""
+    """A file system may have locks that do not reach other nodes."""
     paths = RunPaths(tmp_path / "quickstart" / "demo")
     paths.jobs_dir.mkdir(parents=True)
     paths.recipe.touch()
@@ -102,8 +102,8 @@ def test_a_run_at_work_in_an_allocation_is_not_moved_aside(tmp_path: Path) -> No
 
 
 def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_path: Path) -> None:
-    given = [f"cluster.fileroot={tmp_path}", "trainer.optimizer.decay=cosine"]
-    recipe = load_recipe(QUICKSTART, [*given, "trainer.total_steps=100"])
+    overrides = [f"cluster.fileroot={tmp_path}", "trainer.optimizer.decay=cosine"]
+    recipe = load_recipe(QUICKSTART, [*overrides, "trainer.total_steps=100"])
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
     write_run_recipe(recipe, paths.recipe)
@@ -113,18 +113,18 @@ def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_pa
     (checkpoint / COMPLETE_MARKER_FILE).touch()
 
     def resume(*more: str) -> str:
-        said: list[str] = []
-        check_recipe_changes(load_recipe(QUICKSTART, [*given, *more]), paths, said.append)
-        return "\n".join(said)
+        lines: list[str] = []
+        check_recipe_changes(load_recipe(QUICKSTART, [*overrides, *more]), paths, lines.append)
+        return "\n".join(lines)
 
     grown = "trainer.total_steps=200"
-    told = resume(grown)
-    assert "at step 81 it is 0.00013 in place of 1.76e-05" in told
+    text = resume(grown)
+    assert "at step 81 it is 0.00013 in place of 1.76e-05" in text
     assert "note" not in resume(grown, "trainer.optimizer.decay=constant")
 
 
 def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path: Path) -> None:
-    """What was trained there with other values must not pass for the result of these."""
+    """Weights trained with other values must not pass for the result of these."""
     fileroot = f"cluster.fileroot={tmp_path}"
     recipe = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=5"])
     paths = RunPaths(recipe.run_dir)
@@ -152,11 +152,11 @@ def test_models_are_known_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mo
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    given = [
+    overrides = [
         f"cluster.fileroot={tmp_path}", "model={path: base, tiny: null}", "sft=null",
         "trainer.objective.kl={coef: 0.1, reference: frozen}",
     ]  # fmt: skip
-    recipe = load_recipe(QUICKSTART, given)
+    recipe = load_recipe(QUICKSTART, overrides)
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
     write_run_recipe(recipe, paths.recipe)
@@ -177,26 +177,26 @@ def test_models_are_known_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path) -> None:
     def load(secret: str) -> Recipe:
         keys = ("cluster.agents.variables.API_KEY", "rollout.workflow_kwargs.token")
-        given = [f"cluster.fileroot={tmp_path}", *(f"{key}={secret}" for key in keys)]
-        return load_recipe(QUICKSTART, given)
+        overrides = [f"cluster.fileroot={tmp_path}", *(f"{key}={secret}" for key in keys)]
+        return load_recipe(QUICKSTART, overrides)
 
     first, second = load("sk-1"), load("sk-2")
     paths = RunPaths(first.run_dir)
     paths.root.mkdir(parents=True)
     write_run_recipe(first, paths.recipe)
-    said: list[str] = []
-    check_recipe_changes(second, paths, said.append)
-    assert len(said) == 2
+    lines: list[str] = []
+    check_recipe_changes(second, paths, lines.append)
+    assert len(lines) == 2
     with pytest.raises(RecipeError, match=r"workflow_kwargs\.token") as refused:
         check_finished_recipe(second, paths)
-    assert "sk-" not in "\n".join([*said, str(refused.value)])
+    assert "sk-" not in "\n".join([*lines, str(refused.value)])
 
 
 def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
     def load(secret: str) -> EvaluationTarget:
-        given = [f"cluster.fileroot={tmp_path}", f"evaluation.workflow_kwargs.token={secret}"]
+        overrides = [f"cluster.fileroot={tmp_path}", f"evaluation.workflow_kwargs.token={secret}"]
         workflow = "evaluation.workflow=examples.quickstart.agent.ArithmeticAgent"
-        return EvaluationTarget(load_recipe(QUICKSTART, [*given, workflow]), tmp_path)
+        return EvaluationTarget(load_recipe(QUICKSTART, [*overrides, workflow]), tmp_path)
 
     first, second = load("sk-1"), load("sk-2")
     first.paths.root.mkdir(parents=True)
@@ -227,8 +227,8 @@ def evaluate(paths: RunPaths, step: int, reward: float) -> None:
 
 
 def find_reward(target: EvaluationTarget, step: int) -> float:
-    found = find_report_of_step(target, step, target.recipe.evaluation_sets)
-    return found.sets["valid"].metrics["avg@1"].value
+    report = find_report_of_step(target, step, target.recipe.evaluation_sets)
+    return report.sets["valid"].metrics["avg@1"].value
 
 
 def test_a_step_whose_checkpoint_is_gone_is_compared_by_what_training_found(run: RunPaths) -> None:
@@ -255,7 +255,7 @@ OTHERS_MAY_NOTHING, GROUP_MAY_READ = 0o077, 0o027
 
 
 def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
-    """A run that is put in place and not submitted, by somebody whose umask forbids nothing."""
+    """Prepare a run without submitting it, under a umask that forbids nothing."""
     overrides = (
         f"cluster.fileroot={fileroot}",
         f"cluster.readable_by={readable_by}",
@@ -291,8 +291,8 @@ def test_no_file_allows_more_than_asked(tmp_path: Path, readable_by: str, forbid
 
 
 def test_a_secret_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (f"cluster.agents.variables.KEY={SECRET}", f"rollout.workflow_kwargs.token={SECRET}")
-    monkeypatch.setattr(sys, "argv", ["areal-hpc", "submit", *given, "seed=1"])
+    options = (f"cluster.agents.variables.KEY={SECRET}", f"rollout.workflow_kwargs.token={SECRET}")
+    monkeypatch.setattr(sys, "argv", ["areal-hpc", "submit", *options, "seed=1"])
     paths = write_run(tmp_path, "group")
     write_run(tmp_path, "group", "trainer.total_steps=7")
     files = [path for path in paths.root.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -307,7 +307,7 @@ def test_a_secret_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert SECRET not in texts[paths.provenance]
     launch = msgspec.json.decode(paths.job("cell-0").launch.read_bytes(), type=LaunchFile)
     assert read_role_variables(Path(launch.recipe), "train") == {"WANDB_API_KEY": f"{SECRET}-train"}
-    configs = {one.name: one.config for one in launch.job.processes}
+    configs = {process.name: process.config for process in launch.job.processes}
     driver = RolloutJobConfig.model_validate(configs["driver"])
     assert driver.recipe.rollout.workflow_kwargs == {"token": f"{SECRET}-token"}
     server = InferenceJobConfig.model_validate(configs["inference"])

@@ -1,4 +1,4 @@
-"""What a run would ask of Slurm; a plan is a pure function of the recipe and a few facts."""
+"""A run's plan and requests to Slurm are pure functions of the recipe and a few facts."""
 
 import time
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ HERE = Path("/home/ada")
 JOBS_BEHIND_SFT = ("trainer", "cell-0", "cell-1", "caretaker")
 
 
-def recipe(fileroot: Path, *overrides: str) -> Recipe:
+def load(fileroot: Path, *overrides: str) -> Recipe:
     return load_recipe(QUICKSTART, [f"cluster.fileroot={fileroot}", *overrides])
 
 
-def dependencies(found: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
+def dependencies(recipe: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
     return {
         request.job: request.parameters.get("dependency", "")
-        for request in build_remaining_job_requests(found, HERE, after)
+        for request in build_remaining_job_requests(recipe, HERE, after)
     }
 
 
 def test_all_jobs_wait_for_sft_and_that_for_what_was_asked(tmp_path: Path) -> None:
-    assert dependencies(recipe(tmp_path), ["7", "8"]) == {
+    assert dependencies(load(tmp_path), ["7", "8"]) == {
         "sft": "afterok:7:8",
         "trainer": "afterok:SFT_JOBID",
         "cell-0": "afterok:SFT_JOBID",
@@ -50,17 +50,17 @@ def test_all_jobs_wait_for_sft_and_that_for_what_was_asked(tmp_path: Path) -> No
 
 
 def test_who_waits_for_a_run_that_comes_back_stays_and_for_sft_goes(tmp_path: Path) -> None:
-    found = build_remaining_job_requests(recipe(tmp_path), HERE, ["7"])
-    options = {one.job: one.parameters["additional_parameters"] for one in found}
-    kills = {job: given["kill-on-invalid-dep"] for job, given in options.items()}
+    requests = build_remaining_job_requests(load(tmp_path), HERE, ["7"])
+    options = {request.job: request.parameters["additional_parameters"] for request in requests}
+    kills = {job: flags["kill-on-invalid-dep"] for job, flags in options.items()}
     assert kills == {"sft": "no", **dict.fromkeys(JOBS_BEHIND_SFT, "yes")}
 
 
 def test_the_caretaker_asks_for_little_whatever_the_other_jobs_ask_for(tmp_path: Path) -> None:
-    asked = "{sbatch: {exclusive: true, mem: 900G}, partition: gpu, time_limit_minutes: 600}"
+    section = "{sbatch: {exclusive: true, mem: 900G}, partition: gpu, time_limit_minutes: 600}"
     own = "cluster.slurm.jobs.caretaker.partition=login"
-    found = recipe(tmp_path, f"cluster.slurm={asked}", own)
-    *_, caretaker = build_remaining_job_requests(found, HERE)
+    recipe = load(tmp_path, f"cluster.slurm={section}", own)
+    *_, caretaker = build_remaining_job_requests(recipe, HERE)
     shown = format_dry_run(RunPaths(tmp_path), [caretaker])
     for line in ("partition=login", "mem=1G", "cpus-per-task=1", "time=15", "nodes=1"):
         assert f"#SBATCH --{line}\n" in shown
@@ -69,32 +69,32 @@ def test_the_caretaker_asks_for_little_whatever_the_other_jobs_ask_for(tmp_path:
 
 
 def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
-    found = recipe(tmp_path)
-    RunPaths(found.run_dir).sft_export.mkdir(parents=True)
+    recipe = load(tmp_path)
+    RunPaths(recipe.run_dir).sft_export.mkdir(parents=True)
     waits = "afternotok:TRAINER_JOBID,afterany:CELL-0_JOBID:CELL-1_JOBID"
-    assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": "", "caretaker": waits}
+    assert dependencies(recipe) == {"trainer": "", "cell-0": "", "cell-1": "", "caretaker": waits}
 
 
 def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:
-    found = recipe(tmp_path, "cluster.slurm.sbatch.exclude=n9")
-    nodes = RunPaths(found.run_dir).excluded_nodes
+    recipe = load(tmp_path, "cluster.slurm.sbatch.exclude=n9")
+    nodes = RunPaths(recipe.run_dir).excluded_nodes
     nodes.parent.mkdir(parents=True)
     long_ago = ExcludedNode("n1", "no GPU", time.time() - EXCLUDED_NODE_LIFETIME_S - 1)
     append_line(nodes, long_ago)
     for node in ("n4", "n2", "n4"):
         add_excluded_node(nodes, node, "no GPU", "7")
     assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(
-        build_remaining_job_requests(found, HERE)[0]
+        build_remaining_job_requests(recipe, HERE)[0]
     )
 
 
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     network = "cluster.slurm.network={interface: ib0, nccl: {NCCL_IB_HCA: mlx5_0}}"
-    found = recipe(tmp_path, network, "cluster.train.variables={NCCL_IB_HCA: mlx5_3}")
-    paths = RunPaths(found.run_dir)
-    stages = plan_run(found, paths)
-    ready = PreparedRun(paths, 3, get_interpreters(found), stages)
-    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], found, ready)
+    recipe = load(tmp_path, network, "cluster.train.variables={NCCL_IB_HCA: mlx5_3}")
+    paths = RunPaths(recipe.run_dir)
+    stages = plan_run(recipe, paths)
+    ready = PreparedRun(paths, 3, get_interpreters(recipe), stages)
+    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], recipe, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
     assert launch.recipe == str(paths.recipe), "a role's own are read from there, and win"
@@ -102,7 +102,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     assert launch.launcher_lock is None
     assert launch.slurm is not None
     assert launch.slurm.interface == "ib0"
-    assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
+    assert launch.slurm.done_marker == f"{recipe.run_dir}/FINISHED"
 
 
 @pytest.mark.parametrize(
@@ -117,37 +117,37 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
 def test_only_a_trainer_with_nodes_of_its_own_reduces_in_their_switches(
     tmp_path: Path, ranks: int, slurm: str, switches_are_used: bool
 ) -> None:
-    found = recipe(
+    recipe = load(
         tmp_path,
         "trainer.device=cuda",
         f"trainer.parallel.dp={ranks}",
         f"cluster.slurm={slurm}",
         "cluster.slurm.jobs.trainer.sbatch.ntasks-per-node=false",
     )
-    paths = RunPaths(found.run_dir)
-    stages = plan_run(found, paths)
-    ready = PreparedRun(paths, 1, get_interpreters(found), stages)
-    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], found, ready)
+    paths = RunPaths(recipe.run_dir)
+    stages = plan_run(recipe, paths)
+    ready = PreparedRun(paths, 1, get_interpreters(recipe), stages)
+    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], recipe, ready)
     assert ("NCCL_NVLS_ENABLE" not in launch.variables["train"]) == switches_are_used
 
 
 def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: apptainer, train: a.sif, serve: b.sif}"
-    found = recipe(tmp_path, images, "cluster.agents.python=/mine/python")
-    assert get_interpreters(found)["train"] == "/opt/areal_hpc/.venvs/main/bin/python"
-    assert get_interpreters(found)["agents"] == "/mine/python"
+    site = load(tmp_path, images, "cluster.agents.python=/mine/python")
+    assert get_interpreters(site)["train"] == "/opt/areal_hpc/.venvs/main/bin/python"
+    assert get_interpreters(site)["agents"] == "/mine/python"
     scripts = {
-        request.job: render_script(request) for request in build_remaining_job_requests(found, HERE)
+        request.job: render_script(request) for request in build_remaining_job_requests(site, HERE)
     }
     assert "a.sif /opt/areal_hpc/.venvs/main/bin/python -u" in scripts["trainer"]
     assert "b.sif /mine/python -u" in scripts["cell-1"]
-    assert f"--bind={found.run_dir}" in scripts["cell-1"]
+    assert f"--bind={site.run_dir}" in scripts["cell-1"]
     assert "--nv" not in scripts["cell-1"], "it has no GPU"
 
 
 def test_an_image_beside_the_recipe_is_a_file_to_pyxis_and_a_name_is_not(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: pyxis, train: a.sqsh, serve: 'nvcr.io#me/b:1'}"
-    requests = build_remaining_job_requests(recipe(tmp_path, images), HERE)
+    requests = build_remaining_job_requests(load(tmp_path, images), HERE)
     scripts = {request.job: render_script(request) for request in requests}
     assert "--container-image=./a.sqsh " in scripts["trainer"]
     assert "--container-image=nvcr.io#me/b:1 " in scripts["cell-0"].replace("'", "")
@@ -156,7 +156,7 @@ def test_an_image_beside_the_recipe_is_a_file_to_pyxis_and_a_name_is_not(tmp_pat
 def test_a_mount_that_pyxis_would_split_is_refused(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: pyxis, train: a.sqsh, serve: b.sqsh, mounts: ['/a,b']}"
     with pytest.raises(RecipeError, match="without commas, got /a,b"):
-        build_remaining_job_requests(recipe(tmp_path, images), HERE)
+        build_remaining_job_requests(load(tmp_path, images), HERE)
 
 
 LOCAL = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -174,9 +174,9 @@ def planned(*overrides: str, facts: PlanInputs = FACTS) -> tuple[JobStage, ...]:
 
 def test_the_trainer_imports_a_custom_loss_from_where_the_run_was_launched() -> None:
     name = "trainer.objective.custom=examples.objectives.sapo:compute_terms"
-    (trainer,) = [one for one in planned(name)[1].leader.processes if one.name == "trainer"]
+    (trainer,) = [spec for spec in planned(name)[1].leader.processes if spec.name == "trainer"]
     assert trainer.config["sys_path"] == ["/here"]
-    assert [one.config["sys_path"] for one in planned()[1].leader.processes] == [[], []]
+    assert [spec.config["sys_path"] for spec in planned()[1].leader.processes] == [[], []]
 
 
 def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
