@@ -30,11 +30,11 @@ def test_every_pass_visits_every_task_once(n_tasks: int, pass_number: int, seed:
 
 
 def test_orders_and_seeds_never_change_between_versions_of_the_package() -> None:
-    """A resumed run must go on with the tasks it would have got."""
+    """A resumed run must continue with the tasks that it would have got."""
     tasks = [get_task_index(ticket, 8, 1) for ticket in range(16)]
     assert tasks == [1, 5, 4, 2, 7, 0, 3, 6, 1, 5, 2, 3, 6, 4, 0, 7]
     mixed = [
-        get_mixed_task_index(at, (TaskSource(3, 1.0), TaskSource(2, 2.0)), 1) for at in range(12)
+        get_mixed_task_index(i, (TaskSource(3, 1.0), TaskSource(2, 2.0)), 1) for i in range(12)
     ]
     assert mixed == [3, 4, 2, 4, 1, 3, 4, 0, 3, 4, 3, 1]
     assert derive_seed("train", 0, 1) == 881306757
@@ -43,11 +43,11 @@ def test_orders_and_seeds_never_change_between_versions_of_the_package() -> None
 @pytest.mark.parametrize("parts", [(TaskSource(10),), (TaskSource(3, 1.0), TaskSource(2, 2.0))])
 def test_a_reissued_ticket_keeps_its_task_and_its_seed(parts: tuple[TaskSource, ...]) -> None:
     stream = TaskStream(parts, episodes_per_ticket=4, seed=1)
-    first, again = (
+    first, second = (
         stream.build_ticket_grant(TicketRef(17, 1)),
         stream.build_ticket_grant(TicketRef(17, 2)),
     )
-    assert (first.task_index, first.seed) == (again.task_index, again.seed)
+    assert (first.task_index, first.seed) == (second.task_index, second.seed)
     assert first.n_episodes == 4
     n_tasks = sum(part.n_tasks for part in parts)
     assert {stream.build_ticket_grant(TicketRef(i, 1)).task_index for i in range(12)} == {
@@ -64,7 +64,7 @@ sources = st.lists(
 
 def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
     ends = itertools.accumulate(source.n_tasks for source in sources)
-    return next(place for place, end in enumerate(ends) if task_index < end)
+    return next(index for index, end in enumerate(ends) if task_index < end)
 
 
 @given(sources, st.integers())
@@ -75,12 +75,12 @@ def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], s
     tasks = [get_mixed_task_index(ticket, sources, seed) for ticket in range(3 * block)]
     places = [source_of(task, sources) for task in tasks]
     first_task = 0
-    for place, (share, source) in enumerate(zip(shares, sources, strict=True)):
+    for index, (share, source) in enumerate(zip(shares, sources, strict=True)):
         assert share >= 1
         assert abs(share / block - source.weight / total) < 0.003
         for start in (0, block, 2 * block):
-            assert places[start : start + block].count(place) == share
-        mine = [task for task, its_place in zip(tasks, places, strict=True) if its_place == place]
+            assert places[start : start + block].count(index) == share
+        mine = [task for task, chosen in zip(tasks, places, strict=True) if chosen == index]
         whole_pass = range(first_task, first_task + source.n_tasks)
         for start in range(0, len(mine) - source.n_tasks + 1, source.n_tasks):
             assert sorted(mine[start : start + source.n_tasks]) == list(whole_pass)
@@ -100,9 +100,9 @@ def test_a_ticket_keeps_its_task_and_a_torn_line_is_drawn_again(tmp_path: Path) 
     tasks = [first.choose_task(ticket) for ticket in (0, 4, 2, 11)]
     with (tmp_path / "curriculum.jsonl").open("ab") as stream:
         stream.write(b'{"first_ticket":12,"ta')
-    again = curriculum(tmp_path, weigh=lambda known: np.eye(6)[0])
-    assert [again.choose_task(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
-    assert again.choose_task(12) == 0
+    second = curriculum(tmp_path, weigh=lambda known: np.eye(6)[0])
+    assert [second.choose_task(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
+    assert second.choose_task(12) == 0
     assert curriculum(tmp_path).choose_task(12) == 0
 
 
@@ -152,10 +152,10 @@ def test_what_is_known_depends_on_no_order(
 def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
     tmp_path: Path, weights: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[int] = []
+    tickets: list[int] = []
 
     def weigh(known: dict[str, Any]) -> Any:
-        asked.append(known["ticket"])
+        tickets.append(known["ticket"])
         return evenly(known) if known["ticket"] == 0 else weights
 
     tasks = curriculum(tmp_path, weigh)
@@ -164,6 +164,6 @@ def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
         with pytest.raises(AgentError, match=rf"rollout\.curriculum: .*{says}"):
             tasks.choose_task(3)
     assert says.strip("\\").split(",")[0].replace("\\", "") in tasks.trouble
-    assert asked == [0, 3]
+    assert tickets == [0, 3]
     assert tasks.choose_task(1) == kept
     assert "Traceback" in caplog.text, "the log says where in the user's code"

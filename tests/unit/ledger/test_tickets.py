@@ -39,7 +39,7 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps_and_tickets", "said"),
+    ("steps_and_tickets", "message"),
     [
         ([(2, 0)], "the manifest of step 1 is missing"),
         ([(1, 0), (3, 1)], "the manifest of step 2 is missing"),
@@ -47,9 +47,9 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
         ([(1, 0), (2, 0)], "batches of steps 1 and 2"),
     ],
 )
-def test_gaps_are_refused(steps_and_tickets: list[tuple[int, int]], said: str) -> None:
-    batches = [BatchManifest(at, 1, [settled(TicketRef(i, 1))]) for at, i in steps_and_tickets]
-    with pytest.raises(ClusterError, match=said):
+def test_gaps_are_refused(steps_and_tickets: list[tuple[int, int]], message: str) -> None:
+    batches = [BatchManifest(step, 1, [settled(TicketRef(i, 1))]) for step, i in steps_and_tickets]
+    with pytest.raises(ClusterError, match=message):
         rebuilt(TicketPolicy(2, 4, 100, 10, cell_timeout_s=30.0), manifests=batches)
 
 
@@ -175,7 +175,7 @@ def outstanding(now: TicketCounts) -> int:
 
 @given(policies, counts)
 def test_grants_keep_bounds_that_one_more_breaks(policy: TicketPolicy, now: TicketCounts) -> None:
-    """Nothing is held back without a reason."""
+    """Admission holds nothing back without a reason."""
     assume(now.formed_batches <= policy.total_steps)
 
     def keeps_bounds(more: int) -> bool:
@@ -200,7 +200,7 @@ def tickets_of(
 
 
 def train(tickets: TicketTable, steps: int) -> None:
-    """Batches of fresh tickets, while one ticket (the first leased) is under way."""
+    """Train batches of fresh tickets while one ticket (the first leased) is under way."""
     for _ in range(steps):
         manifest = fill_batch(tickets)
         assert manifest.counts == IrregularTicketCounts()
@@ -208,7 +208,7 @@ def train(tickets: TicketTable, steps: int) -> None:
 
 
 def overtaken(stale_groups: StaleGroupPolicy, steps: int) -> tuple[TicketTable, TicketRef]:
-    """A ticket sampled by version 1.0 settles when `steps` batches are trained."""
+    """Settle a ticket sampled by version 1.0 after `steps` batches are trained."""
     tickets = tickets_of(stale_groups)
     ref = tickets.lease_tickets("a", 1, 0.0)[0]
     train(tickets, steps)
@@ -243,19 +243,19 @@ def test_a_group_beyond_the_bound_is_trained_or_dropped_as_the_recipe_says(
     assert manifest.counts == counts
 
 
-@pytest.mark.parametrize(("kind", "said"), [("filtered", "filtered out"), ("stale", "as stale")])
-def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, said: str) -> None:
+@pytest.mark.parametrize(("kind", "text"), [("filtered", "filtered out"), ("stale", "as stale")])
+def test_setbacks_without_end_are_an_error_that_names_the_key(kind: DropKind, text: str) -> None:
     tickets = tickets_of()
     for number in range(100):
         assert tickets.drop_stats.find_problem() == ""
         tickets.drop_stats.record_drop(DroppedTicket(TicketRef(number, 1), "all 0.0", kind))
     trouble = tickets.drop_stats.find_problem()
-    assert all(part in trouble for part in (said, "rollout.", "all 0.0"))
+    assert all(part in trouble for part in (text, "rollout.", "all 0.0"))
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=4))
 def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: list[int]) -> None:
-    """Whatever the ledger: one that lived through it, or one that reads the index of one writer."""
+    """A ledger that lived through them and one that reads the index of one writer agree."""
     policy = TicketPolicy(2, 20, 100, 20, 30.0)
     living = TicketTable(policy)
     refs = living.lease_tickets("a", 12, 0.0)

@@ -1,6 +1,6 @@
 """Random histories of cells, trainers and crashes against the ticket state machine.
 
-Real are the disk and cells that go on working; a crash rebuilds the ledger from the disk alone.
+The disk and the working cells are real; a crash rebuilds the ledger from the disk alone.
 """
 
 from collections import Counter
@@ -96,7 +96,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), again=st.booleans())
     def work(self, name: str, count: int, again: bool) -> None:
-        """A cell that does its duty, so that histories get as far as batches."""
+        """Run a cell that delivers, so that histories get as far as batches."""
         self.lease(name, count, reply_arrives=True)
         self.cells[name].finish_all()
         self.seal(name, reported=True, delivered=False)
@@ -122,12 +122,12 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(CELLS))
     def lose_cell(self, name: str) -> None:
-        """The node is gone with its journal; undelivered settles die with it."""
+        """Remove a node with its journal, and with it all undelivered settles."""
         self.cells[name] = Cell(name)
 
     @rule(talking=st.sets(st.sampled_from(CELLS)))
     def let_time_pass(self, talking: set[str]) -> None:
-        """Silent cells are fenced, but as zombies they go on and may come back."""
+        """Fence silent cells, which go on as zombies and may come back."""
         self.now_s += TIMEOUT_S + 1
         for name in sorted(talking):
             self.heartbeat(self.cells[name])
@@ -201,15 +201,15 @@ class TicketHistories(RuleBasedStateMachine):
             grants_from_s=self.now_s + self.policy.expected_report_interval_s,
         )
 
-    # What must always hold -------------------------------------------------------------------
+    # Invariants ------------------------------------------------------------------------------
 
     def count(self, *states: TicketState) -> int:
-        """Counted ticket by ticket, so independently of the sizes admission goes by."""
+        """Count ticket by ticket, independently of the sizes that admission uses."""
         highest = max((ref.ticket_id for ref in self.granted), default=-1)
-        found = [self.ledger.get_state(i) for i in range(highest + 1)]
-        while found and found[-1] == "unissued":  # all that the last crash made the ledger forget
-            found.pop()
-        return sum(state in states for state in found)
+        known = [self.ledger.get_state(i) for i in range(highest + 1)]
+        while known and known[-1] == "unissued":  # all that the last crash made the ledger forget
+            known.pop()
+        return sum(state in states for state in known)
 
     @invariant()
     def each_ticket_is_in_at_most_one_batch(self) -> None:
@@ -229,7 +229,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     @invariant()
     def manifests_count_every_ticket_that_came_to_nothing_once(self) -> None:
-        told = [manifest.counts for manifest in self.disk.manifests]
+        counted = [manifest.counts for manifest in self.disk.manifests]
         open_counts = self.ledger.drop_stats.build_batch_counts(0)
         for kind, name in (
             ("failed", "failed"),
@@ -237,7 +237,7 @@ class TicketHistories(RuleBasedStateMachine):
             ("stale", "stale_dropped"),
         ):
             written = {drop.ref for drop in self.disk.drops if drop.kind == kind}
-            assert sum(getattr(one, name) for one in (*told, open_counts)) == len(written)
+            assert sum(getattr(counts, name) for counts in (*counted, open_counts)) == len(written)
 
     @invariant()
     def no_issued_ticket_is_forgotten(self) -> None:
@@ -255,7 +255,7 @@ class TicketHistories(RuleBasedStateMachine):
     def the_audit_finds_nothing_at_fault(self) -> None:
         audit = self.disk.audited(self.policy)
         assert audit.is_consistent, [
-            one for one in audit.tickets if one.status is TicketStatus.LOST
+            ticket for ticket in audit.tickets if ticket.status is TicketStatus.LOST
         ]
 
     @invariant()
@@ -263,7 +263,7 @@ class TicketHistories(RuleBasedStateMachine):
         assert all(times == 1 for times in self.granted.values())
 
     def teardown(self) -> None:
-        """Nothing starves and nothing is wasted: while cells work, every batch forms."""
+        """Check that every batch forms while cells work: no starvation and no waste."""
         if not hasattr(self, "ledger"):
             return
         budget = 50 * self.policy.total_steps
@@ -293,7 +293,7 @@ class TicketHistories(RuleBasedStateMachine):
 
 
 MIN_HISTORIES = 120
-"""With 40, three faults of the ledger were found in 17 runs of 23; with 120 in 13 of 14."""
+"""Least number: 40 found three faults of the ledger in 17 runs of 23, 120 in 13 of 14."""
 TicketHistories.TestCase.settings = settings(
     max_examples=max(MIN_HISTORIES, settings().max_examples), stateful_step_count=40
 )

@@ -1,4 +1,4 @@
-"""What is real apart from the ledger: cells that work, and a disk that survives."""
+"""World around a ledger: cells that work, and a disk that survives crashes."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ rebuilt = partial(
     settled=(),
     grants_from_s=0.0,
 )
-"""The table of a ledger's second start."""
+"""Table of a ledger's second start."""
 
 
 def form_batch(tickets: TicketTable) -> BatchManifest:
-    """The next batch, which must be complete."""
+    """Form the next batch, which must be complete."""
     manifest = tickets.build_next_batch(generation=1)
     assert manifest is not None
     tickets.record_batch(manifest)
@@ -41,7 +41,7 @@ def form_batch(tickets: TicketTable) -> BatchManifest:
 
 
 def fill_batch(tickets: TicketTable) -> BatchManifest:
-    """The next batch, of what is settled and of fresh tickets."""
+    """Fill the next batch with settled and fresh tickets."""
     for ref in tickets.lease_tickets(
         "b", tickets.policy.batch_size - tickets.n_ready_for_batch, 0.0
     ):
@@ -51,7 +51,7 @@ def fill_batch(tickets: TicketTable) -> BatchManifest:
 
 @dataclass
 class Cell:
-    """What a cell really holds."""
+    """Tickets that a cell really holds."""
 
     name: str
     held: list[TicketRef] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass
 class Disk:
-    """Everything that survives a crash of the ledger or the trainer."""
+    """Files that survive a crash of the ledger or the trainer."""
 
     manifests: list[BatchManifest] = field(default_factory=list)
     drops: list[DroppedTicket] = field(default_factory=list)
@@ -75,12 +75,12 @@ class Disk:
     checkpoint_step: int = 0
 
     def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> AuditReport:
-        """What `areal-hpc audit` would say: it sees the disk alone."""
+        """Return the report of `areal-hpc audit`, which sees the disk alone."""
         tickets: dict[str, list[ShardTicket]] = defaultdict(list)
-        for one in self.index:
-            id_and_attempt = one.ref.ticket_id, one.ref.attempt
-            tickets[one.shard].append(
-                ShardTicket(*id_and_attempt, one.rows, one.rewards, one.oldest_version)
+        for ticket in self.index:
+            id_and_attempt = ticket.ref.ticket_id, ticket.ref.attempt
+            tickets[ticket.shard].append(
+                ShardTicket(*id_and_attempt, ticket.rows, ticket.rewards, ticket.oldest_version)
             )
         return classify_tickets(
             TicketRecords(

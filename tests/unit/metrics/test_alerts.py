@@ -1,4 +1,4 @@
-"""Rules of alerts on rows that break them and on rows that do not; failed tries are counted."""
+"""Alert rules name rows that break them and no others; failed tries are counted."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -55,15 +55,15 @@ CONSTANT = {
 
 
 def rows(*changes: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**HEALTHY, "step": step, **one} for step, one in enumerate(changes, start=1)]
+    return [{**HEALTHY, "step": step, **change} for step, change in enumerate(changes, start=1)]
 
 
 def rewards(*means: float, **more: Any) -> list[dict[str, Any]]:
     return rows(*({"reward/mean": mean, **more} for mean in means))
 
 
-def told(found: list[Alert]) -> list[tuple[str, str, int]]:
-    return [(one.rule, one.level, one.step) for one in found]
+def facts(alerts: list[Alert]) -> list[tuple[str, str, int]]:
+    return [(alert.rule, alert.level, alert.step) for alert in alerts]
 
 
 def test_each_rule_is_in_the_documents_and_a_recipe_can_switch_it_off() -> None:
@@ -96,25 +96,25 @@ def test_a_healthy_run_raises_nothing() -> None:
 def test_three_steps_that_teach_nothing_are_a_failure_unless_the_tasks_are_solved(
     changes: list[dict[str, Any]], expected: list[tuple[str, str, int]]
 ) -> None:
-    assert told(find_alerts(rows(*changes))) == expected
+    assert facts(find_alerts(rows(*changes))) == expected
 
 
 def test_a_reward_that_falls_and_stays_low_is_a_failure_from_the_step_of_the_fall() -> None:
     fallen = rewards(*[0.5] * 10, 0.1, 0.12, 0.1)
-    assert told(find_alerts(fallen)) == [("reward_drop", "failure", 11)]
+    assert facts(find_alerts(fallen)) == [("reward_drop", "failure", 11)]
     assert find_alerts(rewards(*[0.5] * 10, 0.1, 0.45)) == [], "it has recovered"
     assert find_alerts(rewards(*[0.5] * 10, 0.47)) == [], "within what a step can tell"
-    # After one step alone, where its groups make it sure enough.
-    assert told(find_alerts(rewards(0.31, 0.0))) == [("reward_drop", "failure", 2)]
+    # After one step, if its groups make it certain enough.
+    assert facts(find_alerts(rewards(0.31, 0.0))) == [("reward_drop", "failure", 2)]
     unsure = {"reward/standard_error": 0.1}
     assert find_alerts(rewards(0.31, 0.0, **unsure)) == []
-    # Long after the fall the steps before are low as well, and it is still told.
-    assert told(find_alerts(rewards(*[0.5] * 10, *[0.1] * 60))) == [("reward_drop", "failure", 11)]
+    # Long after the fall the steps before are low as well, and the alert remains.
+    assert facts(find_alerts(rewards(*[0.5] * 10, *[0.1] * 60))) == [("reward_drop", "failure", 11)]
 
 
 def test_a_policy_that_has_solved_its_tasks_need_not_explore() -> None:
     low = {"entropy/mean": 0.01}
-    assert told(find_alerts(rows({}, low))) == [("low_entropy", "note", 2)]
+    assert facts(find_alerts(rows({}, low))) == [("low_entropy", "note", 2)]
     assert find_alerts(rows({}, {**low, "groups/all_best": 0.6})) == []
 
 
@@ -142,7 +142,7 @@ def test_a_noisy_reward_and_one_that_hardly_moves_are_none() -> None:
 )
 def test_a_broken_bound_is_told_unless_off(change: dict[str, Any], rule: str, level: str) -> None:
     history = rows(*[{}] * 9, change)
-    assert told(find_alerts(history)) == [(rule, level, 10)]
+    assert facts(find_alerts(history)) == [(rule, level, 10)]
     assert find_alerts(history, [rule]) == []
     (name,) = change
     assert find_alerts(rows(*[{}] * 9, {name: HEALTHY[name]})) == []
@@ -151,10 +151,10 @@ def test_a_broken_bound_is_told_unless_off(change: dict[str, Any], rule: str, le
 
 
 def test_episodes_that_ended_well_in_tickets_that_were_not_trained_count_as_well() -> None:
-    many = {"episode/failures": 300}
+    failures = {"episode/failures": 300}
     for kind in ("filtered", "stale_dropped"):
-        assert find_alerts(rows({**many, f"tickets/{kind}": 16})) == []
-    (alert,) = find_alerts(rows({**many, "tickets/filtered": 4, "tickets/failed": 99}))
+        assert find_alerts(rows({**failures, f"tickets/{kind}": 16})) == []
+    (alert,) = find_alerts(rows({**failures, "tickets/filtered": 4, "tickets/failed": 99}))
     assert alert.message.startswith("300 tries of episodes failed, 288 ended well: 51% failed")
 
 
@@ -172,17 +172,17 @@ def test_failures_that_earn_a_reward_are_no_good_ends_of_the_batch() -> None:
 
 def test_batches_that_were_not_trained_are_passed_over() -> None:
     history = rows(CONSTANT, CONSTANT, {"episodes": 0}, CONSTANT)
-    assert told(find_alerts(history)) == [("no_signal", "failure", 1)]
+    assert facts(find_alerts(history)) == [("no_signal", "failure", 1)]
 
 
 def test_an_alert_is_told_when_it_begins_and_again_after_a_long_silence() -> None:
-    tracker, history, found = AlertTracker(), [], []
+    tracker, history, alerts = AlertTracker(), [], []
     cut = {"reply/cut_fraction": 0.5}
     pattern = [{}, cut, cut, {}, cut, *[{}] * (STEPS_BEFORE_REPEATED_ALERT + 1), cut]
     for row in rows(*pattern):
         history.append(row)
-        found += [(row["step"], one.rule) for one in tracker.take_new_alerts(history)]
-    assert found == [(2, "cut_replies"), (len(pattern), "cut_replies")]
+        alerts += [(row["step"], alert.rule) for alert in tracker.take_new_alerts(history)]
+    assert alerts == [(2, "cut_replies"), (len(pattern), "cut_replies")]
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
@@ -207,10 +207,10 @@ def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> No
     counter = EpisodeFailureCounter(path)
     assert counter.count_new_failed_tries().failed_tries == 0, "there is no log yet"
     append_line(path, failure())
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:30])
+    content = path.read_bytes()
+    path.write_bytes(content + content[:30])
     assert counter.count_new_failed_tries().failed_tries == 1
-    path.write_bytes(whole + whole)
+    path.write_bytes(content + content)
     assert counter.count_new_failed_tries().failed_tries == 1
 
 
@@ -229,9 +229,9 @@ ROWS = read_metrics(CHECKOUT / "tests" / "samples" / "quickstart_metrics.jsonl")
 def test_the_quick_start_raises_no_failure_at_any_step() -> None:
     assert len(ROWS) == 26
     assert ROWS[-1]["reward/mean"] > 0.9, "it learned"
-    found = [find_alerts(ROWS[:count]) for count in range(1, len(ROWS) + 1)]
-    assert {alert.rule for alerts in found for alert in alerts} == {"low_entropy"}
-    assert {alert.level for alerts in found for alert in alerts} == {"note"}
+    by_step = [find_alerts(ROWS[:count]) for count in range(1, len(ROWS) + 1)]
+    assert {alert.rule for alerts in by_step for alert in alerts} == {"low_entropy"}
+    assert {alert.level for alerts in by_step for alert in alerts} == {"note"}
 
 
 def test_its_phases_cover_its_steps() -> None:
