@@ -1,4 +1,4 @@
-"""What a session remembers of its messages and requests is bounded, and decoded once."""
+"""A session decodes each message once, and remembers a bounded part of messages and requests."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ class Request(msgspec.Struct):
 
 
 class Session:
-    """Decodes the bodies of one session; `read` has what was decoded of each."""
+    """Session that decodes bodies; `read` has the decoded parts of each."""
 
     def __init__(self) -> None:
         self.latest, self.read = DecodedMessages(), list[bytes]()
@@ -55,9 +55,9 @@ def number(messages: list[dict[str, str]]) -> list[dict[str, Any]]:
 def test_only_what_is_new_is_decoded_and_normalized(encode: Encode) -> None:
     session = Session()
     first = session.ask(encode({"model": "m", "messages": MESSAGES[:2], "stream": False}))
-    more = session.ask(encode({"model": "m", "messages": MESSAGES[:5], "stream": False}))
-    assert more == number(MESSAGES[:5])
-    assert all(one is other for one, other in zip(first, more, strict=False))
+    second = session.ask(encode({"model": "m", "messages": MESSAGES[:5], "stream": False}))
+    assert second == number(MESSAGES[:5])
+    assert all(message is other for message, other in zip(first, second, strict=False))
     assert b"0 " not in session.read[1]
     assert b"4 " in session.read[1]
 
@@ -94,7 +94,7 @@ HALF = MAX_KEPT_ANSWER_BYTES_PER_SESSION // 2 + 1
 
 
 class Client:
-    """Sends requests under keys to one that answers with so many bytes, or refuses."""
+    """Client of a server that answers each key with that many bytes, or refuses."""
 
     def __init__(self) -> None:
         self.requests = SessionRequests()

@@ -1,4 +1,4 @@
-"""What an engine says of a call that it did not answer, and where sessions are at home."""
+"""Errors of an engine have the meaning of their codes; sessions stay at their replica."""
 
 from typing import Any
 

@@ -171,7 +171,7 @@ MAP = {"type": "object", "properties": {"type": {"type": "string"}, "any_of": {}
         ({"minItems": "9" * 5000}, {"minItems": "9" * 5000}),
         ({"$defs": {"A": {"type": "OBJECT"}}}, {"$defs": {"A": {"type": "object"}}}),
         ({"items": [{"type": "OBJECT"}, True]}, {"items": [{"type": "object"}, True]}),
-        # What a client calls its own things is not touched.
+        # Names that a client gives its own things are not touched.
         (MAP, MAP),
         ({"type": "STRING", "default": {"type": "STRING"}}, {"type": "string"}),
         ({"const": "STRING", "enum": ["OBJECT"]}, {"const": "STRING", "enum": ["OBJECT"]}),

@@ -1,4 +1,4 @@
-"""Whatever happened before a crash, the journal rebuilds it: before and after it was compacted."""
+"""The journal rebuilds all that happened before a crash, compacted or not."""
 
 import asyncio
 import shutil
@@ -41,7 +41,7 @@ draws = st.integers(0, 1000)
 
 
 def picture(store: SessionStore) -> dict[str, Any]:
-    """Everything recorded in a book, as plain data."""
+    """Return all records of a store as plain data."""
     return {
         "sessions": {
             session_id: (
@@ -67,7 +67,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
 
 
 class RecorderMachine(RuleBasedStateMachine):
-    """Drives a recorder as drivers and the sealer do; crashes and compacts it at any moment."""
+    """Machine that drives a recorder as drivers and the sealer do, with crashes and compactions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class RecorderMachine(RuleBasedStateMachine):
         return self.recorder.store
 
     def pick(self, draw: int, *, ended: bool) -> Any:
-        """One unfinished session, or None."""
-        found = [
+        """Pick a session of an unfinished ticket, or None."""
+        sessions = [
             session
             for session in self.store.sessions.values()
             if session.ended is ended and session.request.ref not in self.store.finished
             if not session.failure
         ]
-        return found[draw % len(found)] if found else None
+        return sessions[draw % len(sessions)] if sessions else None
 
     @rule(draw=draws)
     def open(self, draw: int) -> None:
@@ -108,10 +108,10 @@ class RecorderMachine(RuleBasedStateMachine):
     def answer(self, draw: int, text: str) -> None:
         if session := self.pick(draw, ended=False):
             trial = InteractionTree()
-            for one in session.tree:
-                trial.add(one)
-            said = say(trial, [user(text)], text)
-            added = InteractionAdded(session.session_id, said)
+            for interaction in session.tree:
+                trial.add(interaction)
+            answered = say(trial, [user(text)], text)
+            added = InteractionAdded(session.session_id, answered)
             self.recorder.record(added)
 
     @rule(draw=draws)
@@ -135,7 +135,7 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def finish(self, draw: int) -> None:
         session = self.pick(draw, ended=True)
-        if not session or not any(one.reward for one in session.tree):
+        if not session or not any(interaction.reward for interaction in session.tree):
             return
         if session.must_persist and (ref := session.request.ref):
             self.recorder.record(TicketFinished(ref, [session.session_id], time.time()))
@@ -149,14 +149,14 @@ class RecorderMachine(RuleBasedStateMachine):
 
     @rule(draw=draws)
     def seal_untrained(self, draw: int) -> None:
-        refs = [one.ref for one in self.store.finished.values() if one.is_evaluation]
+        refs = [entry.ref for entry in self.store.finished.values() if entry.is_evaluation]
         failed = list(self.store.failed)[: 1 + draw % 2]
         if refs or failed:
             self.recorder.record(UntrainedSealed(refs, failed))
 
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
-        refs = [one.ref for one in self.store.finished.values() if not one.is_evaluation]
+        refs = [entry.ref for entry in self.store.finished.values() if not entry.is_evaluation]
         refs = refs[: 1 + draw % 2]
         if not refs:
             return
@@ -222,7 +222,7 @@ def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, drop
 
 
 def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
-    """They may be tried again and again until a replica serves."""
+    """The other episodes may be tried again and again until a replica serves."""
     store = SessionStore()
     for name, ticket_id in (("good", 1), ("tried", 1), ("other", 2)):
         request = StartSessionRequest("t", TicketRef(ticket_id, 0))
