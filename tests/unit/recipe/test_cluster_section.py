@@ -1,4 +1,4 @@
-"""Sections of a recipe: what wins, what is inherited or hidden, and what is refused."""
+"""Sections of a recipe: precedence, inheritance, hidden values and refusals."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ KINDS = {
         "evaluation": {"sbatch": {"mem": "2G"}},
     }
 }
-"""SFT would have what the trainer has, the evaluation what a cell has."""
+"""Options by kind; SFT falls back to the trainer's, the evaluation to a cell's."""
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_options_of_a_kind_of_job_win_over_those_that_it_would_have_without(
     config = SlurmConfig.model_validate(slurm)
     options = config.get_options_of_job(job)
     assert (options.partition, options.sbatch.get("mem")) == (partition, mem)
-    again = SlurmConfig.model_validate(config.model_dump(mode="json"))
-    assert again.get_options_of_job(job) == options, "written and read"
+    reread = SlurmConfig.model_validate(config.model_dump(mode="json"))
+    assert reread.get_options_of_job(job) == options, "written and read"
 
 
 def test_a_container_needs_both_images() -> None:
@@ -89,14 +89,14 @@ QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 def load_sets(*overrides: str) -> dict[str, EvaluationSet]:
     recipe = load_recipe(QUICKSTART, [*WITHOUT_SETS, *overrides])
-    return {one.name: one for one in recipe.evaluation_sets}
+    return {item.name: item for item in recipe.evaluation_sets}
 
 
 def test_the_quick_start_has_three_sets_and_null_takes_them_out() -> None:
     recipe = load_recipe(QUICKSTART)
-    assert [one.name for one in recipe.evaluation_sets] == ["valid", "longer", "sampled"]
-    one = load_recipe(QUICKSTART, ["evaluation.sets.longer=null"])
-    assert [*one.evaluation.sets] == ["sampled"]
+    assert [item.name for item in recipe.evaluation_sets] == ["valid", "longer", "sampled"]
+    without = load_recipe(QUICKSTART, ["evaluation.sets.longer=null"])
+    assert [*without.evaluation.sets] == ["sampled"]
     assert load_recipe(QUICKSTART, ["evaluation.sets=null"]).evaluation.sets == {}
 
 
@@ -114,7 +114,7 @@ def test_a_set_overrides_what_it_names_and_inherits_the_rest() -> None:
         "evaluation.sets={zebra: {dataset: {path: z.jsonl}, every_steps: 0}, aime: {dataset: "
         "{path: a.jsonl}, n_samples: 8, sampling: {temperature: 0.6}, workflow: 'a.b:C'}}",
     )
-    assert {name: one.number for name, one in sets.items()} == {"valid": 0, "aime": 1, "zebra": 2}
+    assert {name: item.number for name, item in sets.items()} == {"valid": 0, "aime": 1, "zebra": 2}
     aime, zebra = sets["aime"], sets["zebra"]
     assert (aime.workflow, aime.workflow_kwargs) == ("a.b:C", {})
     assert (aime.sampling.temperature, aime.n_samples) == (0.6, 8)
@@ -127,9 +127,9 @@ def test_a_set_overrides_what_it_names_and_inherits_the_rest() -> None:
 
 
 def test_numbers_do_not_depend_on_the_order_in_which_sets_are_written() -> None:
-    one, other = ("{dataset: {path: a}}", "{dataset: {path: b}}")
-    first = load_sets(f"evaluation.sets={{b: {other}, a: {one}}}")
-    second = load_sets(f"evaluation.sets={{a: {one}, b: {other}}}", "valid_dataset=null")
+    set_a, set_b = ("{dataset: {path: a}}", "{dataset: {path: b}}")
+    first = load_sets(f"evaluation.sets={{b: {set_b}, a: {set_a}}}")
+    second = load_sets(f"evaluation.sets={{a: {set_a}, b: {set_b}}}", "valid_dataset=null")
     assert first["a"].number == second["a"].number == 1
     assert first["b"].number == second["b"].number == 2
 
@@ -174,7 +174,7 @@ def test_a_recorded_command_has_no_secret_of_its_overrides(override: str) -> Non
     "overrides",
     [
         [f"rollout.workflow_kwargs={SECRET}"],
-        # Found by the whole section, which is told.
+        # Validation of the whole section finds the error, and could quote the section.
         ["rollout.failed_episodes={reward: .inf}", f"rollout.workflow_kwargs.token={SECRET}"],
         [f"cluster.agents.variables={{A: [{SECRET}]}}"],
     ],

@@ -23,7 +23,7 @@ ONLINE = "rollout.agent.mode=online; rollout.workflow=''"
 NO_TASKS = "valid_dataset=null; evaluation.sets=null"
 
 REFUSED = [
-    # overrides with `; ` between them, the keys at fault, what is said
+    # overrides with `; ` between them, the keys at fault, parts of the message
     ("trainer.totl_steps=3", "trainer.totl_steps", "unknown key 'totl_steps'|mean total_steps?"),
     ("total_steps=5", "total_steps", "mean trainer.total_steps? (or sft.total_steps)"),
     ("n_samples=5", "n_samples", "did you mean rollout.n_samples? (or evaluation.n_samples"),
@@ -157,13 +157,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "keys", "said"), REFUSED)
-def test_every_mistake_is_told_with_its_key(overrides: str, keys: str, said: str) -> None:
+@pytest.mark.parametrize(("overrides", "keys", "parts"), REFUSED)
+def test_every_mistake_is_told_with_its_key(overrides: str, keys: str, parts: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, overrides.split("; "))
     assert sorted(problem.key for problem in caught.value.problems) == sorted(keys.split())
     message = str(caught.value)
-    assert [part for part in said.split("|") if part not in message] == [], message
+    assert [part for part in parts.split("|") if part not in message] == [], message
     assert caught.value.exit_code == 78
 
 
@@ -205,11 +205,11 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
     ],
 )
 def test_an_override_replaces_the_source(section: str, override: str, kept: dict[str, Any]) -> None:
-    """With all that belongs to it; what an override says of the same kind of source is added."""
+    """All keys of the source go; an override adds to a source of the same kind."""
     recipe = load_recipe(QUICKSTART, [override])
-    found = getattr(recipe, section).model_dump(exclude_defaults=True)
-    found.pop("sources", None)
-    assert found == {name: value for name, value in kept.items() if value is not None}
+    values = getattr(recipe, section).model_dump(exclude_defaults=True)
+    values.pop("sources", None)
+    assert values == {name: value for name, value in kept.items() if value is not None}
 
 
 def test_a_folder_of_harbor_tasks_needs_a_sandbox(tmp_path: Path) -> None:
@@ -243,30 +243,30 @@ FREE_OF_DOUBT = [
     f"{ONLINE}; {NO_TASKS}",
     SOURCES,
     "rollout.n_samples=2; rollout.min_samples=2",
-    # tokens may be left out where it is recorded which
+    # tokens may be left out if the recipe records which
     "rollout.sampling={top_p: 0.7, top_k: 20}; rollout.record_sampling_mask=true",
 ]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"), [*DOUBTFUL, *((overrides, None) for overrides in FREE_OF_DOUBT)]
+    ("overrides", "expected"), [*DOUBTFUL, *((overrides, None) for overrides in FREE_OF_DOUBT)]
 )
-def test_what_a_recipe_can_hardly_mean_is_told(overrides: str, told: str | None) -> None:
+def test_what_a_recipe_can_hardly_mean_is_told(overrides: str, expected: str | None) -> None:
     doubts = [*find_likely_mistakes(load_recipe(QUICKSTART, overrides.split("; ")))]
-    assert len(doubts) == (told is not None)
-    assert all(told in doubt for doubt in doubts if told)
+    assert len(doubts) == (expected is not None)
+    assert all(expected in doubt for doubt in doubts if expected)
 
 
 @pytest.mark.parametrize("key", ["surrogate=cispo", "ratio_level=sequence"])
 def test_objectives_of_ratios_that_are_always_one_are_refused(key: str) -> None:
     chosen = f"trainer.objective.{key}"
     for proximal in ("recompute", "log_linear"):
-        given = [chosen, f"trainer.objective.proximal={proximal}"]
+        overrides = [chosen, f"trainer.objective.proximal={proximal}"]
         with pytest.raises(RecipeError, match=r"would have no effect.*every ratio is 1"):
-            load_recipe(QUICKSTART, given)
-        load_recipe(QUICKSTART, [*given, "trainer.minibatches=2"])
+            load_recipe(QUICKSTART, overrides)
+        load_recipe(QUICKSTART, [*overrides, "trainer.minibatches=2"])
     naive = ("proximal=none", "off_policy_correction=none")
-    load_recipe(QUICKSTART, [chosen, *(f"trainer.objective.{one}" for one in naive)])
+    load_recipe(QUICKSTART, [chosen, *(f"trainer.objective.{override}" for override in naive)])
 
 
 def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None:
@@ -276,15 +276,15 @@ def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None
             "trainer.objective.scale_rewards=batch",
         ]
         load_recipe(QUICKSTART, ["rollout.n_samples=1", *objective])
-    one = ["rollout.n_samples=1", "trainer.objective.preset=reinforce"]
+    overrides = ["rollout.n_samples=1", "trainer.objective.preset=reinforce"]
     with pytest.raises(RecipeError, match="every one"):
-        load_recipe(QUICKSTART, [*one, "rollout.filter_same_reward=true"])
+        load_recipe(QUICKSTART, [*overrides, "rollout.filter_same_reward=true"])
     with pytest.raises(RecipeError, match="scale_rewards=group"):
         load_recipe(QUICKSTART, ["rollout.n_samples=1", "trainer.objective.baseline=none"])
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("rollout.agent.sandbox.network=open", "rollout.agent.isolation names none"),
         (
@@ -295,8 +295,8 @@ def test_one_sample_is_enough_where_nothing_is_compared_within_a_group() -> None
         ("rollout.agent.isolation=docker", "bwrap"),
     ],
 )
-def test_a_sandbox_that_no_agent_can_have_is_refused(words: str, told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
+def test_a_sandbox_that_no_agent_can_have_is_refused(words: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         load_recipe(QUICKSTART, words.split())
 
 
@@ -353,8 +353,8 @@ def test_a_site_may_read_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
         "partition": "${oc.env:PARTITION}",
         "sbatch": {"mem": "${experiment_name}", "account": "???"},
     }
-    given = {"fileroot": "/shared", "stop_grace_s": "${oc.env:GRACE}", "slurm": slurm}
-    site = site_file(tmp_path, **given)
+    settings = {"fileroot": "/shared", "stop_grace_s": "${oc.env:GRACE}", "slurm": slurm}
+    site = site_file(tmp_path, **settings)
     monkeypatch.setenv("GRACE", "45")
     with pytest.raises(RecipeError, match="the environment variable PARTITION is not set") as error:
         read_site_values(site)
@@ -367,8 +367,8 @@ def test_a_site_may_read_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     recipe = load_recipe(QUICKSTART, ["cluster.slurm.sbatch.account=team"], site)
     assert (recipe.cluster.stop_grace_s, recipe.cluster.slurm.partition) == (45.0, "gpu")
     assert recipe.cluster.slurm.sbatch["mem"] == recipe.experiment_name
-    found = read_site_values(site)
-    assert found == given | {"stop_grace_s": "45", "slurm": {"partition": "gpu", "sbatch": {}}}
+    values = read_site_values(site)
+    assert values == settings | {"stop_grace_s": "45", "slurm": {"partition": "gpu", "sbatch": {}}}
     monkeypatch.setenv("GRACE", "soon")
     with pytest.raises(RecipeError, match="valid number"):
         read_site_values(site)
@@ -378,8 +378,8 @@ def test_a_recipe_may_be_forbidden_to_read(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "recipe.yaml"
     path.write_text(QUICKSTART.read_text())
 
-    def refuse(place: object) -> None:  # the file system asks no right of root
-        raise PermissionError(13, "Permission denied", str(place))
+    def refuse(path: object) -> None:  # the file system asks no right of root
+        raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(OmegaConf, "load", refuse)
     with pytest.raises(RecipeError, match="may not be read") as refused:
@@ -402,5 +402,5 @@ def default_sections(section: type[BaseConfig], prefix: str = "") -> Iterator[tu
 
 @pytest.mark.parametrize(("key", "default"), [*default_sections(Recipe)])
 def test_a_section_written_in_part_keeps_its_other_defaults(key: str, default: BaseConfig) -> None:
-    """What one key of it sets is laid over the class's defaults, so these must be the section's."""
+    """One key is laid over the class's defaults, so these must be the section's."""
     assert default == type(default)()

@@ -1,4 +1,4 @@
-"""Shipped recipes, recipes that extend them, and presets: whose keys win, and what is told."""
+"""Shipped recipes, recipes that extend them, and presets: precedence of keys, and messages."""
 
 import re
 from pathlib import Path
@@ -61,10 +61,10 @@ def test_init_writes_what_can_be_run_and_overwrites_nothing(
 ) -> None:
     folder = tmp_path / "my project"
     assert exit_code_of("init", folder) == 0
-    said = capsys.readouterr().out
-    assert f"wrote    {folder / 'my_recipe.yaml'}\n" in said
-    assert f"next     cd '{folder}'\n" in said
-    assert said.endswith("areal-hpc run my_recipe.yaml\n")
+    output = capsys.readouterr().out
+    assert f"wrote    {folder / 'my_recipe.yaml'}\n" in output
+    assert f"next     cd '{folder}'\n" in output
+    assert output.endswith("areal-hpc run my_recipe.yaml\n")
     monkeypatch.chdir(folder)
     assert exit_code_of("plan", "my_recipe.yaml") == 0
     (folder / "my_agent.py").write_text("mine")
@@ -88,7 +88,7 @@ def test_the_tutorial_shows_the_files_that_init_writes() -> None:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A copy of the quick start, in a folder beside the one of those that extend it."""
+    """Copy the quick start to a folder beside that of the recipes that extend it."""
     path = tmp_path / "bases" / "base.yaml"
     path.parent.mkdir()
     path.write_text(find_shipped_recipe("quickstart").read_text())
@@ -151,7 +151,7 @@ def test_a_shipped_recipe_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("named", "said", "hint"),
+    ("named", "text", "hint"),
     [
         ("missing.yaml", "there is no recipe at", "ls "),
         ("../bases/bose.yaml", "there is no recipe at", "did you mean"),
@@ -163,12 +163,12 @@ def test_a_shipped_recipe_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 @pytest.mark.usefixtures("base")
-def test_what_cannot_be_extended_is_told(named: str, said: str, hint: str, tmp_path: Path) -> None:
+def test_what_cannot_be_extended_is_told(named: str, text: str, hint: str, tmp_path: Path) -> None:
     write(tmp_path, "extends: own.yaml\n", "other.yaml")
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(tmp_path, f"extends: {named}\n"))
     (problem,) = caught.value.problems
-    assert said in problem.message
+    assert text in problem.message
     assert problem.key.endswith(".yaml: extends")
     assert hint in problem.hint
 
@@ -184,7 +184,7 @@ BASE: dict[str, Any] = {
 
 
 NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": {"path": "/tmp"}}}
-"""What a preset cannot set itself."""
+"""Keys that a preset needs and cannot set itself."""
 
 
 def build(preset: str, **objective: Any) -> Recipe:
@@ -211,7 +211,7 @@ def test_a_preset_sets_keys_and_nothing_else(name: str) -> None:
         assert recipe.trainer.objective.loss_scale_tokens == 512
     for field in ObjectiveConfig.model_fields:
         key = f"trainer.objective.{field}"
-        if not any(one == key or one.startswith(f"{key}.") for one in touched):
+        if not any(path == key or path.startswith(f"{key}.") for path in touched):
             assert find(recipe, key) == find(plain, key)
 
 
