@@ -1,4 +1,4 @@
-"""Rows as published become tasks that can be judged; agreement with labels, weighted parts."""
+"""Published rows become tasks that can be judged; agreement with labels, and weighted parts."""
 
 import math
 from pathlib import Path
@@ -141,18 +141,18 @@ def test_agreement_of_equal_opposite_and_random_values() -> None:
 
 
 def test_agreement_by_hand_with_ties() -> None:
-    found = measure_agreement([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.25, 0.0])
-    assert found.mean_difference == pytest.approx(0.1875)
+    stats = measure_agreement([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.25, 0.0])
+    assert stats.mean_difference == pytest.approx(0.1875)
     # Ranks 3.5, 1.5, 1.5, 3.5 and 4, 1.5, 3, 1.5.
-    assert found.rank_correlation == pytest.approx(np.corrcoef([3.5, 1.5, 1.5, 3.5],
+    assert stats.rank_correlation == pytest.approx(np.corrcoef([3.5, 1.5, 1.5, 3.5],
                                                                [4, 1.5, 3, 1.5])[0, 1])  # fmt: skip
-    assert found.kappa == pytest.approx((0.75 - 0.5) / 0.5)
+    assert stats.kappa == pytest.approx((0.75 - 0.5) / 0.5)
 
 
 def test_agreement_where_nothing_varies() -> None:
-    found = measure_agreement([1.0, 1.0], [1.0, 1.0])
-    assert math.isnan(found.rank_correlation)
-    assert math.isnan(found.kappa)
+    stats = measure_agreement([1.0, 1.0], [1.0, 1.0])
+    assert math.isnan(stats.rank_correlation)
+    assert math.isnan(stats.kappa)
     with pytest.raises(ValueError, match="expected a label for each value, got 1 and 0"):
         measure_agreement([1.0], [])
 

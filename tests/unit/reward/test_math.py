@@ -26,8 +26,8 @@ def value_of(text: str) -> Any:
     return parse(f"\\boxed{{{text}}}", parsing_timeout=None)[0]
 
 
-def reward(said: str, answer: str) -> float:
-    return math_reward("", said, [], [], answer=answer)
+def reward(completion: str, answer: str) -> float:
+    return math_reward("", completion, [], [], answer=answer)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_task_whose_answer_is_no_mathematics_is_refused() -> None:
 
 
 def test_any_text_reaches_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A hundred thousand characters take seconds where the machine is busy: that is not asked here.
+    # A hundred thousand characters take seconds on a busy machine, which are granted here.
     patient = build_math_pool(scaled(60.0))
     monkeypatch.setattr("areal_hpc.reward.math._VERIFIER_POOL", patient)
     assert reward("\ud800\n\x00 \u2028 caf\u00e9 \\boxed{7}", "7") == 1.0
@@ -111,7 +111,7 @@ def test_nothing_is_said_of_the_size_of_anything_else(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "answer", "reward"),
+    ("completion", "answer", "reward"),
     [
         ("3 apples and 4 are \\boxed{7}.", "7", 1.0),
         ("so #### 1,234", "1 + 1233 = 1234\n#### 1,234", 1.0),
@@ -139,8 +139,8 @@ def test_nothing_is_said_of_the_size_of_anything_else(text: str) -> None:
         ("7, and no end of it: " + "9" * 5000, "7", 0.0),
     ],
 )
-def test_the_last_number_counts(said: str, answer: str | float, reward: float) -> None:
-    assert gsm8k_reward_fn(None, said, None, None, answer) == reward
+def test_the_last_number_counts(completion: str, answer: str | float, reward: float) -> None:
+    assert gsm8k_reward_fn(None, completion, None, None, answer) == reward
 
 
 def test_a_task_without_a_number_is_refused() -> None:
@@ -153,7 +153,7 @@ FENCED = re.compile(
     r"(?:^[^\S\n]*```(?P<label>[^`\n]*)|```(?:python3?|py)?[^\S\n]*)\n(?P<code>.*?)```",
     re.DOTALL | re.IGNORECASE | re.MULTILINE,
 )
-"""What is meant, as one expression each. Their time grows with the square of the text."""
+"""Reference expressions. Their time grows with the square of the text."""
 
 TAGS = ["<answer>", "</answer>", "<ANSWER>", "</Answer>", "<an\u017fwer>"]
 TAGS += ["<", "/", "answer>", "a\n "]
@@ -183,20 +183,20 @@ def texts(pieces: list[str]) -> st.SearchStrategy[str]:
 @example("<answer>a<answer>b</answer></answer>c</answer>")
 @example("<answer>a</answer>b</answer><answer>c")
 def test_the_last_tags_are_those_of_the_expression(text: str) -> None:
-    found = TAGGED.findall(text)
-    assert extract_tagged(text) == (found[-1].strip() if found else None)
+    matches = TAGGED.findall(text)
+    assert extract_tagged(text) == (matches[-1].strip() if matches else None)
 
 
 @given(texts(FENCES))
 @example("```text\na\n```\nb\n```")
 @example("````python\na```\n```")
 def test_the_last_fence_is_that_of_the_expression(text: str) -> None:
-    found = [
-        one["code"]
-        for one in FENCED.finditer(text)
-        if (one["label"] or "").lower().split()[:1] in ([], ["python"], ["python3"], ["py"])
+    blocks = [
+        match["code"]
+        for match in FENCED.finditer(text)
+        if (match["label"] or "").lower().split()[:1] in ([], ["python"], ["python3"], ["py"])
     ]
-    assert extract_code(text) == (found[-1] if found else None)
+    assert extract_code(text) == (blocks[-1] if blocks else None)
 
 
 @pytest.mark.parametrize(

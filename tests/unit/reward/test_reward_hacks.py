@@ -1,7 +1,7 @@
-"""Answers that try to be rewarded without solving the task. Each of them must score 0.
+"""Answers that seek a reward without solving the task score 0.
 
-The tests cannot be passed by any function, or only by the right one; an answer that could see or
-touch them, its judge or the verdict would score 1.
+No function passes the tests, or only the right one; an answer that could see or touch them, its
+judge or the verdict would score 1.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What a model's program cannot do. Every limit is run into."""
+"""Limits of a model's program in the sandbox: each one is run into."""
 
 import shlex
 import subprocess
@@ -104,14 +104,14 @@ RUN_AS_ASKED = (
 
 
 def run_apart(isolation: str, *command: str) -> str:
-    """What a process that a command starts gets of a program that prints its user."""
+    """Run a program that prints its user in a sandbox below a command; return all output."""
     words = [*command, sys.executable, "-c", RUN_AS_ASKED, isolation]
-    found = subprocess.run(words, capture_output=True, text=True, check=False, cwd=CHECKOUT)
-    return found.stdout + found.stderr
+    process = subprocess.run(words, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    return process.stdout + process.stderr
 
 
 def test_where_the_kernel_allows_no_namespaces_a_program_is_refused_and_the_way_out_named() -> None:
-    """As on many clusters."""
+    """Many clusters allow none."""
     script = (
         "echo 0 > /proc/sys/user/max_user_namespaces; "
         'exec setpriv --inh-caps=-all --bounding-set=-all "$@"'
@@ -159,7 +159,7 @@ def test_a_judge_leaves_nothing_open(isolation: Isolation, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("message", "kind"),
     [
         ("Creating new namespace failed: Operation not permitted", RecipeError),
         ("Creating new namespace failed: Resource temporarily unavailable", SandboxStartError),
@@ -167,20 +167,20 @@ def test_a_judge_leaves_nothing_open(isolation: Isolation, monkeypatch: pytest.M
     ],
 )
 def test_an_answer_whose_sandbox_does_not_start_is_not_judged(
-    said: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    message: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
-        path = write_program(Path(name, "bwrap"), f"echo bwrap: {shlex.quote(said)} >&2; exit 1")
+        path = write_program(Path(name, "bwrap"), f"echo bwrap: {shlex.quote(message)} >&2; exit 1")
         monkeypatch.setattr(bwrap, "find_bubblewrap", lambda: path)
         before = count_open_descriptors()
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             passes_tests(*JUDGED, SMALL)
         assert count_open_descriptors() <= before
 
 
 def test_many_objects_of_an_answer_are_numbered_in_no_time() -> None:
-    """30 000 of them took as many seconds as an answer has, when each was compared with all."""
+    """Comparing each of 30 000 with all others took as many seconds as an answer has."""
     nodes = f"class Node: pass\ndef build(): return [Node() for _ in range({MAX_ITERATED_ITEMS})]"
     assert passes_tests(
         nodes,

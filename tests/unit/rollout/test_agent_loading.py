@@ -1,4 +1,4 @@
-"""Agents are loaded by what their class takes; what an agent's error says of the node."""
+"""Agents get the arguments that their class takes; their errors may show a fault of the node."""
 
 import errno
 import importlib
@@ -69,7 +69,7 @@ numbers = itertools.count()
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of a name of its own, so that no test sees another's modules."""
+    """Write a package with a unique name, so that no test sees another's modules."""
     name = f"agents_under_test_{next(numbers)}"
     folder = tmp_path / name
     folder.mkdir()
@@ -112,27 +112,27 @@ REFUSED = {
     "PKG.solver.Blocking": f"not `async def`.*{RUN}",
     "PKG.solver.Closed": f"called with `data` and the keywords base_url.*{RUN}.*mode=subproc",
 }
-"""What is said of a path, and the hint."""
+"""Path of an agent, and the message and hint of its refusal."""
 
 
-@pytest.mark.parametrize(("path", "said"), REFUSED.items(), ids=REFUSED.keys())
-def test_a_path_without_an_agent_is_refused_in_detail(package: str, path: str, said: str) -> None:
+@pytest.mark.parametrize(("path", "text"), REFUSED.items(), ids=REFUSED.keys())
+def test_a_path_without_an_agent_is_refused_in_detail(package: str, path: str, text: str) -> None:
     problem = problem_of(path.replace("PKG", package))
     assert problem.key == "rollout.workflow"
-    assert_said(problem, said.replace("PKG", package))
+    assert_said(problem, text.replace("PKG", package))
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "said"),
+    ("kwargs", "text"),
     [
         ({"deepness": 3}, "deepness.*Solver\\(depth=1\\)"),
         ({"depth": -1}, "ValueError: depth must not be negative.*solver.py:5"),
     ],
 )
-def test_arguments_of_no_class_are_named(package: str, kwargs: dict[str, int], said: str) -> None:
+def test_arguments_of_no_class_are_named(package: str, kwargs: dict[str, int], text: str) -> None:
     problem = problem_of(f"{package}.solver.Solver", **kwargs)
     assert problem.key == "rollout.workflow_kwargs"
-    assert_said(problem, said)
+    assert_said(problem, text)
 
 
 def test_values_of_arguments_which_may_be_secrets_are_not_told(package: str) -> None:
@@ -144,14 +144,14 @@ def test_values_of_arguments_which_may_be_secrets_are_not_told(package: str) -> 
 
 def test_an_agent_is_given_as_a_class_an_instance_or_the_path_of_either(package: str) -> None:
     module = importlib.import_module(f"{package}.solver")
-    for given in (module.Solver, f"{package}.solver.Solver"):
-        assert load_agent(given, {"depth": 2}).depth == 2  # type: ignore[attr-defined]
-    for given in (module.solver, f"{package}.solver.solver"):
-        assert load_agent(given, {}) is module.solver
+    for agent in (module.Solver, f"{package}.solver.Solver"):
+        assert load_agent(agent, {"depth": 2}).depth == 2  # type: ignore[attr-defined]
+    for agent in (module.solver, f"{package}.solver.solver"):
+        assert load_agent(agent, {}) is module.solver
         with pytest.raises(
             RecipeError, match=r"is already an instance; the arguments depth cannot be applied"
         ):
-            load_agent(given, {"depth": 2})
+            load_agent(agent, {"depth": 2})
     with pytest.raises(RecipeError, match=r"'builtins\.int' has no method `run`"):
         load_agent(int, {})
 
@@ -172,14 +172,14 @@ def load_gyms_worker_loop() -> Any:
 
 
 def chain(*errors: BaseException) -> BaseException:
-    """The first, caused by the second, and so on."""
+    """Return the first error, caused by the second, and so on."""
     for error, cause in pairwise(errors):
         error.__cause__ = cause
     return errors[0]
 
 
 def make_own_cause(error: BaseException) -> BaseException:
-    """As `raise error from error` leaves it."""
+    """Make an error its own cause, as `raise error from error` does."""
     return chain(error, error)
 
 
@@ -204,11 +204,11 @@ def test_what_a_node_lacks_is_found_in_every_agent(error: BaseException, is_shor
     assert (find_node_shortage(error) is not None) is is_short
     for worker in (agent_worker, load_gyms_worker_loop()):
         assert bool(describe_errno_shortage(worker.list_errnos(error))) is is_short
-    told = json.dumps({"raised": agent_worker.encode_raised_error(error)}).encode()
+    answer = json.dumps({"raised": agent_worker.encode_raised_error(error)}).encode()
     with pytest.raises(
         NodeResourceShortageError if is_short else AgentError, match="the agent raised"
     ):
-        decode_answer(told)
+        decode_answer(answer)
 
 
 def build_error_with_note() -> Exception:
@@ -227,7 +227,7 @@ class WithoutMessageError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "text"),
     [
         (
             ValueError("1 error\nplace\n  Field required"),
@@ -239,8 +239,8 @@ class WithoutMessageError(RuntimeError):
         (chain(ValueError("no"), WithoutMessageError()), f"ValueError: no ({NO_MESSAGE})"),
     ],
 )
-def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, said: str) -> None:
-    assert build_agent_error(error, None).problems[0].message == f"the agent raised {said}"
-    assert agent_worker.describe_error(error) == said.partition(" (")[0]
+def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, text: str) -> None:
+    assert build_agent_error(error, None).problems[0].message == f"the agent raised {text}"
+    assert agent_worker.describe_error(error) == text.partition(" (")[0]
     assert find_node_shortage(error) is None
     assert agent_worker.list_errnos(error) == []

@@ -1,4 +1,4 @@
-"""What an agent may return as a reward, within which limits, and what becomes of it."""
+"""Rewards that agents may return, the limits of episodes, and refusals."""
 
 import math
 import pickle
@@ -29,18 +29,18 @@ def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
     "reward", [1, True, False, np.float32(0.5), np.int64(2), np.bool_(True), np.array(3.0)]
 )
 def test_other_real_numbers_become_floats(reward: Any) -> None:
-    (given,) = parse_agent_rewards(reward).values()
-    assert type(given.value) is float
-    assert given.value == reward
+    (parsed,) = parse_agent_rewards(reward).values()
+    assert type(parsed.value) is float
+    assert parsed.value == reward
 
 
 @given(st.dictionaries(st.text(), st.floats(-1e6, 1e6), min_size=1))
 def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> None:
-    assert parse_agent_rewards(rewards) == {name: Reward(one) for name, one in rewards.items()}
+    assert parse_agent_rewards(rewards) == {name: Reward(value) for name, value in rewards.items()}
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "text"),
     [
         (None, "returned None (NoneType), expected a finite float"),
         ("0.5", "returned '0.5' (str), expected a finite float"),
@@ -60,10 +60,10 @@ def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> N
         ("x" * 10_000, "(str), expected a finite float"),
     ],
 )
-def test_anything_else_is_refused_with_what_was_returned(returned: object, said: str) -> None:
+def test_anything_else_is_refused_with_what_was_returned(returned: object, text: str) -> None:
     with pytest.raises(AgentError) as caught:
         parse_agent_rewards(returned)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     assert len(str(caught.value)) < 400  # long ones are cut short
 
 
@@ -71,22 +71,22 @@ ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_tim
 
 
 def test_the_recipe_limits_an_episode_and_a_task_overrides_what_it_names() -> None:
-    found = resolve_limits(ROLLOUT, {"question": "2+2"})
-    assert found == EpisodeLimits(max_turns=8, max_tokens=0, timeout_s=60.0)
-    own = resolve_limits(ROLLOUT, {"limits": {"max_tokens": 100, "timeout_s": 5}})
-    assert own == EpisodeLimits(max_turns=8, max_tokens=100, timeout_s=5.0)
+    limits = resolve_limits(ROLLOUT, {"question": "2+2"})
+    assert limits == EpisodeLimits(max_turns=8, max_tokens=0, timeout_s=60.0)
+    overridden = resolve_limits(ROLLOUT, {"limits": {"max_tokens": 100, "timeout_s": 5}})
+    assert overridden == EpisodeLimits(max_turns=8, max_tokens=100, timeout_s=5.0)
 
 
 @pytest.mark.parametrize("limits", [3, {"max_turn": 1}, {"max_turns": -1}, {"timeout_s": 0}])
 def test_limits_of_a_task_that_cannot_be_read_are_refused_before_any_episode(limits: Any) -> None:
-    said = r"(?s)cannot be read.*give any of max_turns, max_tokens, timeout_s"
-    with pytest.raises(RecipeError, match=said):
+    message = r"(?s)cannot be read.*give any of max_turns, max_tokens, timeout_s"
+    with pytest.raises(RecipeError, match=message):
         check_task_limits(ROLLOUT, 3600.0, {"limits": limits})
 
 
 def test_limits_that_the_session_cannot_keep_are_refused_and_others_let_through() -> None:
-    said = "session_timeout_s=3600 is less than the 3900 s that 3 tries"
-    with pytest.raises(RecipeError, match=said):
+    message = "session_timeout_s=3600 is less than the 3900 s that 3 tries"
+    with pytest.raises(RecipeError, match=message):
         check_task_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1300}})
     check_task_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1200}})
     check_task_limits(ROLLOUT, 1.0, {"question": "2+2"})
@@ -121,7 +121,7 @@ def test_a_reward_holds_plain_numbers_whatever_numbers_it_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "more", "said"),
+    ("value", "more", "text"),
     [
         ("1", {}, "reward: expected a finite float, got '1' (str)"),
         (math.nan, {}, "reward: expected a finite 32-bit float, got nan"),
@@ -135,8 +135,8 @@ def test_a_reward_holds_plain_numbers_whatever_numbers_it_was_given() -> None:
         (1.0, {"note": "x" * 4001}, "at most 4000 characters, got 4001"),
     ],
 )
-def test_wrong_rewards_are_refused_when_made(value: Any, more: dict[str, Any], said: str) -> None:
+def test_wrong_rewards_are_refused_when_made(value: Any, more: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRewardError) as caught:
         Reward(value, **more)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
     assert len(str(caught.value)) < 400

@@ -1,4 +1,4 @@
-"""Pool of workers: one that is left mid-work is ended, and nobody waits for that but its user."""
+"""Worker pool: a worker that is left mid-work is ended, and only its user waits for that."""
 
 import asyncio
 import errno
@@ -25,7 +25,7 @@ from tests.support.deadlines import scaled
 
 
 class Worker:
-    """Takes its time to end, as a process with much memory does."""
+    """Worker that ends slowly, as a process with much memory does."""
 
     def __init__(self) -> None:
         self.is_usable = True
