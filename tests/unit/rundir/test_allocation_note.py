@@ -1,4 +1,4 @@
-"""Who holds a run directory: its lock, the note of an allocation, and the folder itself."""
+"""Holder of a run directory: its lock, the note of an allocation, and the folder itself."""
 
 import fcntl
 import os
@@ -55,9 +55,9 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
 
 def test_one_that_was_killed_is_succeeded_once_it_was_watched(paths: RunPaths) -> None:
     write_allocation_note(paths, AllocationNote("12", 7))
-    said = list[str]()
-    check_no_live_launcher(paths, said.append, watch_s=0.1)
-    assert said == ["waiting  a launcher in allocation 12 was here within the last minute"]
+    lines = list[str]()
+    check_no_live_launcher(paths, lines.append, watch_s=0.1)
+    assert lines == ["waiting  a launcher in allocation 12 was here within the last minute"]
 
 
 def test_a_note_that_is_old_or_torn_tells_of_nobody(paths: RunPaths) -> None:

@@ -72,14 +72,14 @@ LIMIT_S = 60.0
 
 
 class Storage:
-    """Answers with an error or not, at a time that the test sets."""
+    """Storage that answers with an error or not, at a time that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.tolerance = StorageErrorTolerance(LIMIT_S, read_s=lambda: self.now_s)
 
     def look(self, error: OSError | None = None, after_s: float = 0.0) -> bool:
-        """True if the look succeeded."""
+        """Return whether the look succeeded."""
         self.now_s += after_s
         succeeded = False
         with self.tolerance.tolerate():

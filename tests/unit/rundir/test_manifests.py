@@ -24,7 +24,7 @@ def batch(step: int) -> BatchManifest:
 
 
 def test_a_manifest_is_never_replaced(paths: RunPaths) -> None:
-    """Two ledgers may think they are the one; the first word counts for both."""
+    """Two ledgers may both take themselves for the only one; the first manifest counts for both."""
     first = manifests.write_manifest(paths, batch(1))
     other = BatchManifest(1, 3, batch(7).tickets)
     assert manifests.write_manifest(paths, other) == first == batch(1)
@@ -81,29 +81,29 @@ def test_results_of_weights_that_a_resumed_trainer_gave_up_are_left_out(paths: R
     for name in ("valid", "aime"):
         paths.evaluation(0, name).parent.mkdir(parents=True, exist_ok=True)
         for step in (10, 20):
-            given = EvaluationResult(step, 1, 0.5, [0.5], {}, 1)
-            manifests.write_evaluation(paths, name, given)
+            result = EvaluationResult(step, 1, 0.5, [0.5], {}, 1)
+            manifests.write_evaluation(paths, name, result)
     state = LedgerState().with_opened_generation(1, 0).with_opened_generation(2, 15)
     manifests.write_ledger_state(paths, state)
-    listed = [(name, one.step) for name, one in manifests.list_kept_evaluations(paths, "valid")]
+    listed = [(name, row.step) for name, row in manifests.list_kept_evaluations(paths, "valid")]
     assert listed == [("valid", 10), ("aime", 10)]
     assert manifests.read_kept_evaluation(paths, 10, "aime") is not None
     assert manifests.read_kept_evaluation(paths, 20, "aime") is None
-    again = EvaluationResult(20, 1, 0.75, [0.75], {}, 2)
-    manifests.write_evaluation(paths, "aime", again)
-    assert manifests.read_kept_evaluation(paths, 20, "aime") == again
-    assert [one.step for _, one in manifests.list_kept_evaluations(paths, "valid")] == [10, 10, 20]
+    second = EvaluationResult(20, 1, 0.75, [0.75], {}, 2)
+    manifests.write_evaluation(paths, "aime", second)
+    assert manifests.read_kept_evaluation(paths, 20, "aime") == second
+    assert [row.step for _, row in manifests.list_kept_evaluations(paths, "valid")] == [10, 10, 20]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         (b'{"format": 3, "everything": "else"}', "format 3; this version reads format 2"),
         (b'{"format": 2}', "cannot be read"),
         (b"\xff", "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_told(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_cannot_be_read_is_told(tmp_path: Path, content: bytes, text: str) -> None:
     (tmp_path / CHECKPOINT_INDEX_FILE).write_bytes(content)
-    with pytest.raises(ShardError, match=said):
+    with pytest.raises(ShardError, match=text):
         read_checkpoint_index(tmp_path)

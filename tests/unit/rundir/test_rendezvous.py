@@ -20,9 +20,9 @@ from tests.support.service_keys import OTHER_SERVICE_KEY, SERVICE_KEY
 
 def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
     rendezvous.publish_endpoint(tmp_path, "ledger", "http://127.0.0.1:1")
-    found = rendezvous.find_endpoint(tmp_path, "ledger")
-    assert found is not None
-    assert found.url == "http://127.0.0.1:1"
+    endpoint = rendezvous.find_endpoint(tmp_path, "ledger")
+    assert endpoint is not None
+    assert endpoint.url == "http://127.0.0.1:1"
     file = tmp_path / "ledger.json"
     own = file.read_text()
     file.write_text(own.replace(f'"pid":{os.getpid()}', '"pid":1'))
@@ -58,7 +58,7 @@ def test_roles_that_start_at_once_share_one_key(tmp_path: Path) -> None:
         for number in range(25):
             path = tmp_path / f"run-{number}" / "admin.key"
             assert len({*pool.map(ensure, [path] * 4)}) == 1
-            assert [one.name for one in path.parent.iterdir()] == ["admin.key"]
+            assert [file.name for file in path.parent.iterdir()] == ["admin.key"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_each_service_of_each_run_has_a_key_of_its_own_which_outlasts_restarts()
     ]
     assert len({*keys}) == 4
     assert keys[0] == rendezvous.derive_bearer_key(SERVICE_KEY, "a")
-    assert not [one for one in keys if one in SERVICE_KEY]
+    assert not [key for key in keys if key in SERVICE_KEY]
 
 
 def test_a_runs_certificate_holds_at_any_time_and_signs_no_other() -> None:

@@ -1,4 +1,4 @@
-"""Spans of processes: bounded, lost before anything else; and their endpoint for Prometheus."""
+"""Spans of processes are bounded and give way to other work; Prometheus reads their metrics."""
 
 import json
 import math
@@ -50,8 +50,8 @@ def make_paths(root: Path) -> RunPaths:
 
 
 def read_one(paths: RunPaths) -> ProcessSpans:
-    (found,) = read_spans(paths)
-    return found
+    (process,) = read_spans(paths)
+    return process
 
 
 def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None:
@@ -64,12 +64,12 @@ def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None
             facts["status"] = "ok"
         record_span("seal", NOW, NOW + 2.5, "shards")
         record_state_entry("episodes")
-    found = read_one(paths)
-    assert (found.name, found.pid, found.lanes) == (
+    process = read_one(paths)
+    assert (process.name, process.pid, process.lanes) == (
         *("cell-0-driver", os.getpid()),
         ["", "episodes", "shards"],
     )
-    by_name = {one.name: one for one in found.spans}
+    by_name = {span.name: span for span in process.spans}
     assert by_name.keys() == {"start", "idle", "episode", "seal", "episodes"}
     assert by_name["episode"].facts == {"ticket_id": 3, "status": "ok"}
     assert (by_name["seal"].begin, by_name["seal"].end) == (NOW, NOW + 2.5)
@@ -82,9 +82,9 @@ def test_what_lasts_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.M
     path = paths.spans("cell-0-driver")
 
     def get_statuses() -> dict[int, str]:
-        found = read_spans(paths)
-        spans = found[0].spans if found else []
-        return {one.facts["episode"]: one.facts.get("status", "") for one in spans}
+        processes = read_spans(paths)
+        spans = processes[0].spans if processes else []
+        return {span.facts["episode"]: span.facts.get("status", "") for span in spans}
 
     with log_spans_of_process(path):
         with time_span("episode", "episodes", episode=1):
@@ -107,10 +107,10 @@ def test_files_keep_the_newest_in_bounds(tmp_path: Path, monkeypatch: pytest.Mon
             log._flush()
     log.close()
     assert bound < path.stat().st_size + get_older_path(path).stat().st_size < 2.5 * bound
-    found = read_one(paths)
-    assert [one.facts["ticket_id"] for one in found.spans] == [*range(2000)][-len(found.spans) :]
-    assert len(found.spans) > 150
-    assert found.begin == found.spans[0].begin
+    trace = read_one(paths)
+    assert [span.facts["ticket_id"] for span in trace.spans] == [*range(2000)][-len(trace.spans) :]
+    assert len(trace.spans) > 150
+    assert trace.begin == trace.spans[0].begin
 
 
 @pytest.mark.parametrize("has_older", [False, True])
@@ -147,13 +147,13 @@ def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path) -> None:
         paths.metrics.write_text("training goes on\n")
     log.add(Span("publish", NOW + 900, NOW + 901))
     log.close()
-    found = read_one(paths)
-    assert (found.spans[0].name, found.spans[-1].name) == ("train", "publish")
-    assert found.lost == 100
+    process = read_one(paths)
+    assert (process.spans[0].name, process.spans[-1].name) == ("train", "publish")
+    assert process.lost == 100
 
 
 def test_silent_storage_holds_nobody_up(tmp_path: Path) -> None:
-    """A pipe that nobody reads takes 64 KiB, and then keeps its writer waiting."""
+    """A pipe that nobody reads takes 64 KiB, and then blocks its writer."""
     paths = make_paths(tmp_path)
     path = paths.spans("trainer-trainer")
     os.mkfifo(path)
@@ -169,16 +169,16 @@ def test_of_a_long_file_the_part_that_is_asked_for_is_read(tmp_path: Path) -> No
     path = paths.spans("cell-0-proxy")
     for start in range(3):
         at = NOW + 10_000 * start
-        spans = [Span("call", at + one, at + one + 5, "replica 0") for one in range(10_000)]
+        spans = [Span("call", at + shift, at + shift + 5, "replica 0") for shift in range(10_000)]
         append_lines(path, [ProcessStart(at, f"n0{start}", 7, at), *spans])
     with path.open("ab") as stream:
         stream.write(b'{"type":"span","na')
-    whole = [one for process in read_spans(paths) for one in process.spans]
+    whole = [span for process in read_spans(paths) for span in process.spans]
     assert len(whole) == 30_000
-    (found,) = read_spans(paths, NOW + 15_000, NOW + 15_010)
-    assert found.node == "n01"
-    assert [*found.spans] == [
-        one for one in whole if one.end >= NOW + 15_000 and one.begin <= NOW + 15_010
+    (process,) = read_spans(paths, NOW + 15_000, NOW + 15_010)
+    assert process.node == "n01"
+    assert [*process.spans] == [
+        span for span in whole if span.end >= NOW + 15_000 and span.begin <= NOW + 15_010
     ]
     assert len(read_span_lines(path, NOW + 15_000, NOW + 15_010)) < 3000
     assert len(read_span_lines(path, -math.inf, math.inf)) == 30_003
@@ -190,7 +190,7 @@ def _readers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scrape(paths: RunPaths) -> dict[str, tuple[str, float]]:
-    """Type and value of each sample, from the one target that Prometheus would find."""
+    """Read type and value of each sample from the one target that Prometheus would find."""
     (target,) = json.loads(paths.prometheus_target("cell-0-driver").read_text())
     assert target["labels"] == {"run": "some/run", "job": "cell-0", "process": "driver"}
     (address,) = target["targets"]
@@ -210,15 +210,15 @@ def test_a_process_tells_its_own_numbers_and_those_of_its_role(tmp_path: Path) -
     register_sample_reader(lambda: build_samples("areal_hpc_driver", rows))
     register_sample_reader(broken)
     with serve_process_metrics(paths, "cell-0", "driver", "127.0.0.1"):
-        found = scrape(paths)
+        samples = scrape(paths)
         rows["step"] = 2
         again = scrape(paths)
-    assert found["areal_hpc_driver_step"] == ("gauge", 1.0)
-    assert found["areal_hpc_driver_reward_mean"] == ("gauge", 0.5)
-    assert found["areal_hpc_driver_episodes_total"] == ("counter", 7.0)
+    assert samples["areal_hpc_driver_step"] == ("gauge", 1.0)
+    assert samples["areal_hpc_driver_reward_mean"] == ("gauge", 0.5)
+    assert samples["areal_hpc_driver_episodes_total"] == ("counter", 7.0)
     assert again["areal_hpc_driver_step"] == ("gauge", 2.0)
-    assert found["process_resident_memory_bytes"][1] > 1e6
-    assert not [name for name in found if "limit" in name or "bad" in name or "never" in name]
+    assert samples["process_resident_memory_bytes"][1] > 1e6
+    assert not [name for name in samples if "limit" in name or "bad" in name or "never" in name]
     assert not paths.prometheus_target("cell-0-driver").exists()
 
 
@@ -235,7 +235,7 @@ def test_a_port_that_others_reach_asks_for_the_key_of_the_run(tmp_path: Path) ->
 
 def test_a_process_goes_on_unserved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = RunPaths(tmp_path)
-    with serve_process_metrics(paths, "cell-0", "driver", "192.0.2.1"):  # of no machine
+    with serve_process_metrics(paths, "cell-0", "driver", "192.0.2.1"):  # an address of no machine
         pass
     assert "Prometheus cannot scrape this process" in caplog.text
     tmp_path.joinpath("prometheus").write_text("no folder")
