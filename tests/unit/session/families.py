@@ -1,4 +1,4 @@
-"""Small chat templates with the habits of the families that models come from."""
+"""Small chat templates with the traits of the families of models."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ _HERMES_RESULTS = (
 
 
 def _hermes(before: str = "", reasoning: str = "", prompt_end: str = "") -> str:
-    """A template of Qwen; the arguments stand before the messages, a reply and the prompt's end."""
+    """Build a template of Qwen; arguments stand before messages, a reply and the prompt's end."""
     return (
         _HERMES_TOOLS + before + "{%- for message in messages %}"
         "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
@@ -103,7 +103,7 @@ UNDELIMITED = (
 
 
 def tokenizer() -> Tokenizer:
-    """The tests' byte-level tokenizer with the marks of every family."""
+    """Return the tests' byte-level tokenizer with the marks of every family."""
     made = byte_level_tokenizer()
     made.add_special_tokens(MARKS)
     return made
@@ -111,14 +111,14 @@ def tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True)
 class Family:
-    """A template and how its models write."""
+    """Chat template, and the output format of its models."""
 
     name: str
     template: ChatTemplate
     end_of_turn: str
-    """What the model says last."""
+    """Text that ends a turn of the model."""
     calls: str
-    """How it writes a call: `{name}` and `{arguments}` stand in it."""
+    """Format of a call, with `{name}` and `{arguments}` in it."""
     keeps_reasoning: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What a proxy does with a tree between a request and its reply, without HTTP or a model."""
+"""Stub of a proxy's work on a tree between request and reply, without HTTP or a model."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -27,7 +27,7 @@ def assistant(text: str) -> Message:
 
 
 def turn(reply: str, question: str = "b") -> list[Message]:
-    """What a conversation goes on with."""
+    """Return a reply and the question after it, which continue a conversation."""
     return [assistant(reply), user(question)]
 
 
@@ -44,7 +44,7 @@ def answer(
     is_retry: bool = False,
     during: tuple[float, float] = (0.0, 0.0),
 ) -> Interaction:
-    """Add what the model says in a turn to the tree."""
+    """Add the model's output of a turn to the tree."""
     prior = turn.parent.num_sequence_tokens if turn.parent else 0
     interaction = Interaction(
         interaction_id=f"chatcmpl-{next(_numbers)}",
@@ -64,7 +64,7 @@ def answer(
         is_retry=is_retry,
         asked_at=during[0],
         answered_at=during[1],
-        is_reward_named=True,  # where a test gives it one
+        is_reward_named=True,  # a test may set one
     )
     tree.add(interaction)
     return interaction
@@ -90,12 +90,12 @@ def say(
 
 
 def branches(left: float | None, right: float | None) -> tuple[InteractionTree, list[Interaction]]:
-    """A reply that two others extend, one after the other, with their rewards."""
+    """Build a tree of a reply that two others extend, with the rewards of these."""
     tree = InteractionTree()
-    said = [
+    replies = [
         say(tree, [user("a")], "one", during=(0, 1)),
         say(tree, [user("a"), *turn("one")], "left", during=(1, 2)),
         say(tree, [user("a"), *turn("one", "c")], "right", during=(2, 3)),
     ]
-    said[1].reward, said[2].reward = left, right
-    return tree, said
+    replies[1].reward, replies[2].reward = left, right
+    return tree, replies

@@ -1,4 +1,4 @@
-"""Chat templates render as Hugging Face renders them, whatever their traits; or fail by name."""
+"""Chat templates of all traits render as Hugging Face renders them, or fail by name."""
 
 import json
 import re
@@ -55,9 +55,9 @@ def test_a_template_that_raises_or_reaches_for_the_interpreter_is_refused(source
 @pytest.mark.parametrize("name", ["role", "items", "get", "__class__", "__mro__", "missing"])
 def test_a_message_has_the_attributes_that_jinja_gives_it(name: str) -> None:
     message = {"role": "user", "items": 1, "__class__": 2, "__mro__": 3}
-    told = f"{{{{ message.{name} }}}}|{{{{ message.{name} is defined }}}}"
-    expected = ImmutableSandboxedEnvironment().from_string(told)
-    source = f"{{% set message = messages[0] %}}{told}"
+    printed = f"{{{{ message.{name} }}}}|{{{{ message.{name} is defined }}}}"
+    expected = ImmutableSandboxedEnvironment().from_string(printed)
+    source = f"{{% set message = messages[0] %}}{printed}"
     try:
         rendered = expected.render(message=message)
     except SecurityError:
@@ -185,8 +185,8 @@ def test_the_model_reads_each_result_once_and_one_end_of_turn(trait: str, scene:
 def _tool_turn(arguments: Any) -> list[dict[str, Any]]:
     call = {"id": "call_1", "function": {"name": "bash", "arguments": arguments}}
     return [
-        normalize_chat_message(one)
-        for one in (
+        normalize_chat_message(message)
+        for message in (
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "RESULT"},
@@ -252,11 +252,11 @@ def test_reasoning_is_shown_to_a_template_that_calls_it_thinking() -> None:
 def test_kimis_calls_are_numbered_through_the_conversation() -> None:
     template = ChatTemplate(TRAITS["results under the ids of calls"])
     ids = ("call_a", "call_b", "call_c")
-    calls = [{"id": one, "function": {"name": f"do_{one[-1]}", "arguments": "{}"}} for one in ids]
-    results = [{"role": "tool", "tool_call_id": one, "content": one} for one in ids]
-    said = [{"role": "assistant", "tool_calls": one} for one in (calls[:2], calls[2:])]
-    messages: list[Any] = [said[0], results[1], results[0], said[1], results[2]]
-    written = template.render_prompt([normalize_chat_message(one) for one in messages])
+    calls = [{"id": id_, "function": {"name": f"do_{id_[-1]}", "arguments": "{}"}} for id_ in ids]
+    results = [{"role": "tool", "tool_call_id": id_, "content": id_} for id_ in ids]
+    replies = [{"role": "assistant", "tool_calls": part} for part in (calls[:2], calls[2:])]
+    messages: list[Any] = [replies[0], results[1], results[0], replies[1], results[2]]
+    written = template.render_prompt([normalize_chat_message(message) for message in messages])
     assert re.findall(r"functions\.\w+:\d", written) == [
         *("functions.do_a:0", "functions.do_b:1", "functions.do_b:1", "functions.do_a:0"),
         *("functions.do_c:2", "functions.do_c:2"),
@@ -270,8 +270,8 @@ def test_a_call_that_was_cut_before_its_turn_was_closed_is_closed_by_the_templat
     tree, (question, call, result) = InteractionTree(), _tool_turn('{"cmd": "ls"}')
     turn = build_open_turn(tree, [question], template, encoder)
     new_ids = encoder.encode(turn.new_text)
-    said = encoder.encode('<c>bash{"cmd": "ls"}</c>')
-    answer(tree, turn, new_ids, call, said, closed=False)
+    output = encoder.encode('<c>bash{"cmd": "ls"}</c>')
+    answer(tree, turn, new_ids, call, output, closed=False)
     added = build_open_turn(tree, [question, call, result], template, encoder)
     assert added.new_text == "<called>\n<r>RESULT</r><assistant>"
 

@@ -1,4 +1,4 @@
-"""Plain prompts continue token by token; encoding word by word is what the tokenizer gives."""
+"""Plain prompts continue token by token; encoding word by word equals the tokenizer's."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +24,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_siz
 
 @cache
 def encoder_of(*, leads: bool) -> TokenEncoder:
-    """A tokenizer as Llama's, which puts a token in front of every text, or as Qwen's."""
+    """Build an encoder as Llama's, with a token in front of every text, or as Qwen's."""
     tokenizer = byte_level_tokenizer()
     if leads:
         lead = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
@@ -50,8 +50,8 @@ def complete(
         turn, new_ids = match_ids_prompt(tree, prompt, encoder)
     output = [i for letter in reply for i in encoder.encode(letter)]
     output += encoder.encode("<|im_end|>") * closed
-    told = {"role": "assistant", "content": reply}
-    return answer(tree, turn, new_ids, told, output, closed=closed), output
+    message = {"role": "assistant", "content": reply}
+    return answer(tree, turn, new_ids, message, output, closed=closed), output
 
 
 @pytest.mark.parametrize("leads", [False, True])
@@ -67,7 +67,7 @@ def test_a_continued_text_keeps_its_tokens(leads: bool, turns: list[tuple[str, s
         assert encoder.decode(ids).removeprefix("<|endoftext|>" * leads) == prompt
         read = ids + output
         prompt += reply
-    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
+    assert [node.reuse for node in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
 @given(turns=st.lists(st.tuples(texts.filter(bool), texts), min_size=1, max_size=4))
@@ -79,7 +79,7 @@ def test_ids_that_go_on_have_their_parent(turns: list[tuple[str, str]]) -> None:
         interaction, output = complete(tree, encoder, prompt, reply, closed=True)
         assert prompt_ids(tree, interaction) == prompt
         prompt = prompt + output
-    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
+    assert [node.reuse for node in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
 def test_the_longest_history_is_continued() -> None:
@@ -93,7 +93,7 @@ def test_the_longest_history_is_continued() -> None:
 
 
 class CountingEncoder(TokenEncoder):
-    """Counts what it decodes."""
+    """Encoder that counts its calls to decode."""
 
     decoded = 0
 

@@ -1,4 +1,4 @@
-"""Credit passes back to what led to it; trees become rows of exact tokens, each trained once."""
+"""Credit passes back to earlier replies; trees become rows of exact tokens, each trained once."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -48,7 +48,7 @@ def totals(
     left_out: Collection[str] = (),
 ) -> list[float | None]:
     earned = compute_credited_rewards(tree, turn_discount, rule, left_out)
-    assert [*earned] == [one.interaction_id for one in tree if one.interaction_id in earned]
+    assert [*earned] == [node.interaction_id for node in tree if node.interaction_id in earned]
     return [earnings.total for earnings in earned.values()]
 
 
@@ -58,10 +58,10 @@ def one_after_another(
     tree = InteractionTree()
     messages: list[Message] = []
     for number, reward in enumerate(given):
-        asked = user(f"agent {number}")
-        history = [*messages, asked] if in_one_conversation else [asked]
+        question = user(f"agent {number}")
+        history = [*messages, question] if in_one_conversation else [question]
         say(tree, history, "x", during=(number, number + 0.5)).reward = reward
-        messages += [asked, assistant("x")]
+        messages += [question, assistant("x")]
     return tree
 
 
@@ -189,42 +189,42 @@ ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 def chain(tree: InteractionTree, *replies: str) -> list[Interaction]:
     messages: list[Message] = []
-    said: list[Interaction] = []
+    nodes: list[Interaction] = []
     for number, reply in enumerate(replies):
         messages.append(user(str(number)))
-        said.append(say(tree, messages, reply, version=number))
+        nodes.append(say(tree, messages, reply, version=number))
         messages.append(assistant(reply))
-    return said
+    return nodes
 
 
 def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     tree = InteractionTree()
-    said = chain(tree, "one", "two", "three")
-    said[-1].reward = 0.5
+    replies = chain(tree, "one", "two", "three")
+    replies[-1].reward = 0.5
     (row,) = build_training_rows(tree, KEY)
-    last = said[-1]
+    last = replies[-1]
     assert row.input_ids_T.tolist() == prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
-    assert row.loss_mask_T.sum() == sum(one.num_output_tokens for one in said)
+    assert row.loss_mask_T.sum() == sum(reply.num_output_tokens for reply in replies)
     assert (row.versions_T == -1).tolist() == (row.loss_mask_T == 0).tolist()
     assert sorted(set(row.versions_T.tolist())) == [-1, 0, 1, 2]
     assert (row.logprobs_T[row.loss_mask_T == 0] == 0).all()
     assert (row.logprobs_T[row.loss_mask_T == 1] < 0).all()
     assert (row.ticket_id, row.attempt, row.episode, row.row, row.reward) == (5, 1, 2, 0, 0.5)
-    assert [call.id for call in row.record.calls] == [one.interaction_id for one in said]
+    assert [call.id for call in row.record.calls] == [reply.interaction_id for reply in replies]
 
 
 def test_every_row_has_the_rewards_of_its_whole_episode() -> None:
     tree = InteractionTree()
-    said = chain(tree, "one", "two", "three")
-    said[0].reward, said[1].reward = -0.25, 1.0
+    replies = chain(tree, "one", "two", "three")
+    replies[0].reward, replies[1].reward = -0.25, 1.0
     (row,) = build_training_rows(tree, KEY)
     assert row.reward == 0.75
     rows = build_training_rows(tree, KEY, settings=ExportSettings("individual"))
     assert [row.reward for row in rows] == [0.75] * 3
-    for row, one in zip(rows, said, strict=True):
-        assert row.num_tokens == one.num_sequence_tokens
-        assert row.loss_mask_T.tolist() == [0] * one.prompt_tokens + [1] * one.num_output_tokens
-        assert row.input_ids_T.tolist()[: one.prompt_tokens] == prompt_ids(tree, one)
+    for row, reply in zip(rows, replies, strict=True):
+        assert row.num_tokens == reply.num_sequence_tokens
+        assert row.loss_mask_T.tolist() == [0] * reply.prompt_tokens + [1] * reply.num_output_tokens
+        assert row.input_ids_T.tolist()[: reply.prompt_tokens] == prompt_ids(tree, reply)
 
 
 def test_a_row_names_the_tools_of_each_call_and_holds_their_schemas_once() -> None:
@@ -271,7 +271,7 @@ def test_a_failed_session_is_kept_whole_whatever_was_rewarded() -> None:
         (RowKind.FAILED, 1.0, "why"),
         (RowKind.FAILED, 0.0, "why"),
     ]
-    sampled = sum(one.num_output_tokens for one in tree)
+    sampled = sum(node.num_output_tokens for node in tree)
     assert sum(int(row.loss_mask_T.sum()) for row in rows) == sampled
     (empty,) = build_failed_session_rows(InteractionTree(), key, record)
     assert (empty.num_tokens, empty.record.calls, empty.record.error) == (0, [], "why")
@@ -290,7 +290,7 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -
 
 
 EPISODES: dict[str, tuple[list[tuple[str, str, tuple[float, float]]], list[float | None]]] = {
-    # conversation that goes on, reply, time; what each earns at a turn discount of .5
+    # conversation that goes on, reply, time; earnings of each at a turn discount of .5
     "a sub-agent as a tool": (
         [("planner", "", (0, 1)), ("worker", "", (2, 3)), ("planner", "0", (4, 5))],
         [0.25, 0.5, 1.0],
@@ -312,14 +312,14 @@ def test_a_reward_of_the_episode_trains_all_its_replies(scene: str) -> None:
         history = [user(who)] if not after else [user(who), *turn("said by " + who)]
         say(tree, history, "said by " + who, during=during)
     give_reward(tree.last_completed, Reward(1.0), is_named=False)
-    found = compute_credited_rewards(tree, 0.5)
-    assert [one.total for one in found.values()] == earned
+    rewards = compute_credited_rewards(tree, 0.5)
+    assert [credit.total for credit in rewards.values()] == earned
     for style in ("concat", "individual"):
         rows = build_training_rows(
             tree, KEY, settings=ExportSettings(style, drop_retry_orphans=False)
         )
         trained = [call.id for row in rows for call in row.record.calls if call.trained]
-        assert sorted(trained) == sorted(one.interaction_id for one in tree)
+        assert sorted(trained) == sorted(node.interaction_id for node in tree)
         assert {row.reward for row in rows} == {1.0}
         assert {row.record.unrewarded_replies for row in rows} == {0}
 
@@ -374,8 +374,8 @@ def test_each_token_is_trained_once(forks: list[tuple[int, float]], style: Expor
         histories.append([*messages, assistant(reply)])
     rows = build_training_rows(tree, KEY, settings=ExportSettings(style))
     trained = [int(v) for row in rows for v in row.versions_T[row.loss_mask_T == 1]]
-    said = [number for number, one in enumerate(tree) for _ in range(one.num_output_tokens)]
-    assert sorted(trained) == said
+    sampled = [number for number, node in enumerate(tree) for _ in range(node.num_output_tokens)]
+    assert sorted(trained) == sampled
     for row in rows:
         assert (row.versions_T[row.loss_mask_T == 0] == -1).all()
         sampled_by = {*row.versions_T[row.loss_mask_T == 1].tolist()}
@@ -386,10 +386,10 @@ def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> Non
     tree = InteractionTree()
     first, second = chain(tree, "one", "two")
     plain = chain(tree, "three")[0]
-    for said in (first, second):
-        ids = [[token, 7] for token in unpack_ids(said.output_ids).tolist()]
-        said.kept_counts = pack_counts_as_uint16([2] * len(ids))
-        said.kept_ids = pack_ids([one for pair in ids for one in pair])
+    for reply in (first, second):
+        ids = [[token, 7] for token in unpack_ids(reply.output_ids).tolist()]
+        reply.kept_counts = pack_counts_as_uint16([2] * len(ids))
+        reply.kept_ids = pack_ids([id_ for pair in ids for id_ in pair])
     second.reward = plain.reward = 1.0
     row, other = build_training_rows(tree, KEY, settings=ExportSettings("individual"))[1:]
     assert other.sampling_mask is None
@@ -397,7 +397,7 @@ def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> Non
     assert mask is not None
     assert (mask.counts_T == 2 * row.loss_mask_T).all(), "the first reply is context here"
     said_ids = row.input_ids_T[row.loss_mask_T == 1].tolist()
-    assert mask.ids.tolist() == [one for token in said_ids for one in (token, 7)]
+    assert mask.ids.tolist() == [id_ for token in said_ids for id_ in (token, 7)]
 
 
 def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() -> None:

@@ -1,4 +1,4 @@
-"""Splicing equals what the model really saw, in every template family and kind of history."""
+"""Spliced prompts equal the tokens that the model saw, in every template family and history."""
 
 import json
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ arguments = st.dictionaries(st.sampled_from("xyz"), st.integers(-9, 9) | texts, 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model says in one turn."""
+    """Reply of a model in one turn."""
 
     text: str
     reasoning: str = ""
     call: dict[str, Any] | None = None
     own_split: bool = False
-    """It says its words letter by letter, unlike the tokenizer."""
+    """Tokens of single letters in the model's output, unlike the tokenizer's."""
     closed: bool = True
 
 
@@ -43,7 +43,7 @@ turns = st.lists(st.tuples(texts, replies), min_size=1, max_size=4)
 
 
 def written(family: Family, reply: Reply) -> str:
-    """The reply as the model writes it."""
+    """Write the reply as the model does."""
     parts = reply.text
     if reply.reasoning and family.keeps_reasoning:
         parts = f"<think>\n{reply.reasoning}\n</think>\n\n{parts}"
@@ -54,19 +54,19 @@ def written(family: Family, reply: Reply) -> str:
 
 
 def message(family: Family, reply: Reply, number: int) -> dict[str, Any]:
-    """The reply as the proxy tells it."""
-    told: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    """Build the message of the reply as the proxy returns it."""
+    fields: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if reply.reasoning and family.keeps_reasoning:
-        told["reasoning_content"] = reply.reasoning
+        fields["reasoning_content"] = reply.reasoning
     if reply.call is not None:
         function = {"name": "add", "arguments": json.dumps(reply.call)}
-        told["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": function}]
-    return told
+        fields["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": function}]
+    return fields
 
 
-def as_an_sdk_sends_it(told: dict[str, Any]) -> Message:
-    """Other spacing and order of arguments, other ids, no reasoning, nulls where it is empty."""
-    sent = {**told, "content": told["content"] or None, "refusal": None}
+def as_an_sdk_sends_it(fields: dict[str, Any]) -> Message:
+    """Change spacing, order of arguments and ids; drop reasoning; set null where it is empty."""
+    sent = {**fields, "content": fields["content"] or None, "refusal": None}
     sent.pop("reasoning_content", None)
     if "tool_calls" in sent:
         function = sent["tool_calls"][0]["function"]
@@ -88,12 +88,12 @@ def speak(
     output = [i for piece in pieces for i in ENCODER.encode(piece)]
     if reply.closed:
         output += ENCODER.encode(family.end_of_turn)
-    told = normalize_chat_message(message(family, reply, len(tree)))
-    return answer(tree, turn, new_ids, told, output, closed=reply.closed)
+    normalized = normalize_chat_message(message(family, reply, len(tree)))
+    return answer(tree, turn, new_ids, normalized, output, closed=reply.closed)
 
 
 def converse(family: Family, conversation: list[tuple[str, Reply]]) -> InteractionTree:
-    """Play it; every prompt must begin with all that the model read and said before."""
+    """Play a conversation; each prompt must begin with all that the model read and wrote before."""
     tree = InteractionTree()
     messages: list[Message] = []
     read: list[int] = []
@@ -105,8 +105,8 @@ def converse(family: Family, conversation: list[tuple[str, Reply]]) -> Interacti
         prompt = prompt_ids(tree, interaction)
         assert prompt[: len(read)] == read
         read = prompt + unpack_ids(interaction.output_ids).tolist()
-        told = message(family, reply, len(tree) - 1)
-        messages.append(as_an_sdk_sends_it(told))
+        fields = message(family, reply, len(tree) - 1)
+        messages.append(as_an_sdk_sends_it(fields))
     return tree
 
 
@@ -116,11 +116,11 @@ def test_a_prompt_begins_with_all_that_was_read_and_said_and_ends_as_the_templat
     family: Family, conversation: list[tuple[str, Reply]]
 ) -> None:
     tree = converse(family, conversation)
-    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(conversation) - 1)
-    for one in [] if family.name == "undelimited" else [*tree][1:]:
-        new = ENCODER.decode(unpack_ids(one.new_ids).tolist())
-        rendering = ENCODER.decode(rendered_ids(tree, one, family.template, ENCODER))
-        is_closed = tree[one.parent_id or ""].closed
+    assert [node.reuse for node in tree] == ["none"] + ["reused"] * (len(conversation) - 1)
+    for node in [] if family.name == "undelimited" else [*tree][1:]:
+        new = ENCODER.decode(unpack_ids(node.new_ids).tolist())
+        rendering = ENCODER.decode(rendered_ids(tree, node, family.template, ENCODER))
+        is_closed = tree[node.parent_id or ""].closed
         assert rendering.endswith(new if is_closed else new.removeprefix(family.end_of_turn))
 
 
@@ -134,8 +134,8 @@ def test_replies_written_as_the_template_writes_them_leave_no_difference(
         text = reply.text.strip()
         plain.append((question, Reply(text, call=None if text else reply.call)))
     tree = converse(family, plain)
-    for one in tree:
-        assert prompt_ids(tree, one) == rendered_ids(tree, one, family.template, ENCODER)
+    for node in tree:
+        assert prompt_ids(tree, node) == rendered_ids(tree, node, family.template, ENCODER)
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [

@@ -1,4 +1,4 @@
-"""A request that extends another re-uses its tokens; what makes no difference to messages."""
+"""A request that extends another reuses its tokens; some differences of messages do not count."""
 
 from typing import Any
 

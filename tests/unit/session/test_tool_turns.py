@@ -1,4 +1,4 @@
-"""Histories that say the same with other seams are the conversation that we know."""
+"""Histories of the same content in other messages continue the conversation that we know."""
 
 from typing import Any
 
@@ -28,22 +28,22 @@ def call(name: str) -> dict[str, Any]:
 
 
 def calls(*names: str, content: str = "", **more: Any) -> Message:
-    said = {"role": "assistant", "content": content, "tool_calls": [*map(call, names)]}
-    return normalize_chat_message(said | more)
+    fields = {"role": "assistant", "content": content, "tool_calls": [*map(call, names)]}
+    return normalize_chat_message(fields | more)
 
 
 def result(name: str | None, text: str = "") -> Message:
-    said = {"role": "tool", "content": text or f"of {name}", "tool_call_id": name}
-    return normalize_chat_message(said)
+    fields = {"role": "tool", "content": text or f"of {name}", "tool_call_id": name}
+    return normalize_chat_message(fields)
 
 
 def play(*exchanges: tuple[list[Message], Message]) -> InteractionTree:
     tree, messages = InteractionTree(), list[Message]()
-    for asked, reply in exchanges:
-        messages = [*messages, *asked]
+    for questions, reply in exchanges:
+        messages = [*messages, *questions]
         turn = build_open_turn(tree, messages, TEMPLATE, ENCODER)
-        said = ENCODER.encode("<tool_call>") + ENCODER.encode("<|im_end|>")
-        answer(tree, turn, ENCODER.encode(turn.new_text), reply, said)
+        output = ENCODER.encode("<tool_call>") + ENCODER.encode("<|im_end|>")
+        answer(tree, turn, ENCODER.encode(turn.new_text), reply, output)
         messages = [*messages, reply]
     return tree
 
