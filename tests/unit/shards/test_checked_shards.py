@@ -1,4 +1,4 @@
-"""What a trainer reads is what was sealed; anything else in its place is one type of error."""
+"""A trainer reads sealed shards; anything else in their place raises one type of error."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ def shards(paths: RunPaths) -> CheckedShards:
 
 
 def read(shards: CheckedShards, *names: str) -> list[dict[str, object]]:
-    """All rows of shards of two, as a batch that is read for the first time."""
+    """Read all rows of shards of two rows, as a batch that is read for the first time."""
     with shards.check_digests_in_background(names):
         return [fields(row) for name in names for row in shards.read_training_rows(name, [0, 1])]
 
@@ -52,7 +52,7 @@ def flip(path: Path, position: int) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True))
 def test_any_flipped_bit_is_refused(paths: RunPaths, shard: SealedShard, fraction: float) -> None:
-    """In metadata too, which no trainer reads: nobody knows what else the storage changed."""
+    """Metadata counts, too: a storage that changed it may have changed more."""
     position = int(shard.bytes * fraction)
     path = paths.shards_dir / shard.file
     flip(path, position)
@@ -113,11 +113,11 @@ OTHER_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_lies_in_a_shards_place_is_one_kind_of_error(
     paths: RunPaths, shard: SealedShard, shards: CheckedShards, kind: str
 ) -> None:
-    make, said = OTHER_FILES[kind]
+    make, message = OTHER_FILES[kind]
     path = paths.shards_dir / SHARD
     path.unlink()
     make(path)
-    with pytest.raises(ShardError, match=said):
+    with pytest.raises(ShardError, match=message):
         read(shards, SHARD)
     if kind != "another shard":
         with pytest.raises(ShardError, match=r"no such|cannot be read|incomplete"):
@@ -149,7 +149,7 @@ def name_the_version_in_words(file: h5py.File) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (link_to_another_file, "reward: expected a dataset of this file, got a link"),
         (link_within, "reward: expected a dataset of this file, got a link"),
@@ -158,13 +158,13 @@ def name_the_version_in_words(file: h5py.File) -> None:
     ],
 )
 def test_data_of_other_files_is_refused(
-    paths: RunPaths, shard: SealedShard, change: Callable[[h5py.File], None], said: str
+    paths: RunPaths, shard: SealedShard, change: Callable[[h5py.File], None], message: str
 ) -> None:
     path = paths.shards_dir / SHARD
     with h5py.File(path, "r+") as file:
         del file["reward"]
         change(file)
-    with pytest.raises(ShardError, match=said):
+    with pytest.raises(ShardError, match=message):
         ShardReader(path)
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_heap_of_texts_holds_no_reader(paths: RunPaths, shard: SealedS
 
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))
 def test_a_reader_of_damaged_files_has_one_type_of_error(damage: list[tuple[float, int]]) -> None:
-    """Without the index, as `areal-hpc shards show FILE`: only a digest would see the rest."""
+    """`areal-hpc shards show FILE` reads without the index: only a digest would see the rest."""
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
         path = paths.shards_dir / seal_in(paths, ticket(1)).file

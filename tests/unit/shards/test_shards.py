@@ -53,7 +53,7 @@ def test_sampling_masks_are_read_for_whichever_rows_are_asked_for(paths: RunPath
         ids = [[], [], [], [1003 + 1000 * (number - 1), 7], [], [1005 + 1000 * (number - 1)]]
         mask = SamplingMask(
             np.array(list(map(len, ids)), np.uint16),
-            np.array([one for own in ids for one in own], np.int32),
+            np.array([id_ for row_ids in ids for id_ in row_ids], np.int32),
         )
         rows[number] = dataclasses.replace(rows[number], sampling_mask=mask)
     reader = reader_of(paths, rows)
@@ -69,7 +69,7 @@ def test_sampling_masks_are_read_for_whichever_rows_are_asked_for(paths: RunPath
 
 
 @pytest.mark.parametrize(
-    ("counts", "ids", "said"),
+    ("counts", "ids", "message"),
     [
         ([0, 0, 0, 1, 0], [3], "of 6 places and 1 tokens, got 5 and 1"),
         ([0, 0, 0, 2, 0, 0], [3], "of 6 places and 2 tokens, got 6 and 1"),
@@ -78,11 +78,11 @@ def test_sampling_masks_are_read_for_whichever_rows_are_asked_for(paths: RunPath
     ],
 )
 def test_a_sampling_mask_that_does_not_fit_is_refused(
-    paths: RunPaths, counts: list[int], ids: list[int], said: str
+    paths: RunPaths, counts: list[int], ids: list[int], message: str
 ) -> None:
     mask = SamplingMask(np.array(counts, np.uint16), np.array(ids, np.int32))
     row = dataclasses.replace(trajectory(0, tokens=6), sampling_mask=mask)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         seal_in(paths, [row])
 
 
@@ -108,8 +108,8 @@ def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths
     second = seal_in(paths, ticket(5), "cell-1")
     seal_in(paths, ticket(4))
     places = locate_tickets(read_index(paths.shard_index_dir))
-    place = places[TicketRef(9, 1)]
-    assert (place.shard, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
+    entry = places[TicketRef(9, 1)]
+    assert (entry.shard, entry.rows, entry.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
     assert places[TicketRef(5, 1)].shard == second.file
     assert places[TicketRef(4, 1)].shard == first.file
     assert TicketRef(4, 0) not in places
@@ -121,10 +121,10 @@ def test_the_index_tells_rewards_and_the_oldest_sampling_weights(paths: RunPaths
     old.versions_T[-2] -= 2
     reader = reader_of(paths, [new, old, trajectory(5, reward=0.1)])
     (shard,) = read_index(paths.shard_index_dir)
-    rewards = [reward for one in shard.tickets for reward in one.rewards]
+    rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
     assert rewards[-1] == 0.1  # where the column has its neighbor in single precision
     assert np.array(rewards, np.float32).tolist() == reader.read_column("reward").tolist()
-    assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
+    assert [ticket.oldest_version for ticket in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 
 def test_every_writer_numbers_its_own_shards_and_uses_no_number_twice(paths: RunPaths) -> None:
@@ -164,11 +164,11 @@ def test_what_is_unsound_empty_or_badly_named_is_refused_unwritten(paths: RunPat
     unsound = dataclasses.replace(trajectory(3), reward=float("nan"))
     with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got nan"):
         seal_in(paths, [trajectory(), unsound])
-    for rows, writer, said in (
+    for rows, writer, message in (
         ([], "cell-0", "at least one trajectory"),
         ([trajectory()], "../cell-0", "a writer is named by"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             seal_in(paths, rows, writer)
     assert not paths.shards_dir.exists()
 
@@ -368,5 +368,5 @@ def test_threads_never_mix_their_records(path: Path, writer: JournalWriter) -> N
     assert [*appended] == [None] * 4
     records = read(path)
     for kind in range(4):
-        own = [record.payload for record in records if record.kind == kind]
-        assert own == [b"%d" % number * 100 for number in range(50)]
+        payloads = [record.payload for record in records if record.kind == kind]
+        assert payloads == [b"%d" % number * 100 for number in range(50)]

@@ -44,7 +44,7 @@ from areal_hpc.weights.update import (
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.weight_updates import WITHOUT_MODEL, publishing, specs_of
 
-SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
+SPECS = [TensorSpec(f"norm.{index}.weight", (4,), "float32") for index in range(5)]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_broken_export_is_refused(publisher: Publisher, names: list[str], mess
 
 
 def test_a_replica_that_failed_is_updated_alone_so_that_it_fails_nobody_else() -> None:
-    keys = [ReplicaKey(f"cell-{at}", 0, 1, 1, "", 0.0) for at in range(5)]
+    keys = [ReplicaKey(f"cell-{index}", 0, 1, 1, "", 0.0) for index in range(5)]
     groups = partition_replicas([*reversed(keys)], 2, {("cell-1", 0), ("cell-9", 0)})
     assert groups == [(keys[0], keys[2]), (keys[3], keys[4]), (keys[1],)]
 
@@ -116,14 +116,14 @@ def test_senders_are_spread(nodes: Sequence[int], senders: int | None, expected:
 
 
 def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
-    assigner = WeightSenders(0, 2, SPECS, None, lambda *told: [])
+    assigner = WeightSenders(0, 2, SPECS, None, lambda *arguments: [])
     first = assigner.assign(replicas(5))
     assert [len(share) for share in first] == [3, 2]
     restarted = replicas(5, incarnation=1)
     for key in restarted:
         shares = assigner.assign([key])
-        sender = next(at for at, share in enumerate(shares) if share)
-        assert key.cell_and_index in [one.cell_and_index for one in first[sender]]
+        sender = next(index for index, share in enumerate(shares) if share)
+        assert key.cell_and_index in [replica.cell_and_index for replica in first[sender]]
     late = ReplicaKey("cell-1", 0, 0, 1, "", 0.0)
     assert assigner.assign([late]) == [[], [late]], "the sender with fewer gets the new one"
 
@@ -133,7 +133,7 @@ BAD = dataclasses.replace(GOOD, index=1)
 
 
 def failed(times: int, *, cost_s: float) -> tuple[UpdateBackoff, float]:
-    """A back-off that saw BAD fail so often, and the time of the last failure."""
+    """Return a back-off that saw BAD fail so often, and the time of the last failure."""
     backoff, now = UpdateBackoff(), 0.0
     for _ in range(times):
         now += 10_000
@@ -237,9 +237,9 @@ def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Pa
     ("folder", "number"), [("/dev/full/weights", errno.ENOTDIR), ("weights", errno.EFBIG)]
 )
 def test_a_full_disk_leaves_replicas_alone(tmp_path: Path, folder: str, number: int) -> None:
-    """Else every try would leave a part of the model behind, and the disk would stay full."""
-    weights = {f"norm.{at}.weight": torch.zeros(size) for at, size in enumerate((1024, 1024, 4096))}
-    keys = [ReplicaKey(f"cell-{at}", 0, 1, 1, "http://127.0.0.1:9", 0.0) for at in range(2)]
+    """A try that left a part of the model behind would keep the disk full."""
+    weights = {f"norm.{i}.weight": torch.zeros(size) for i, size in enumerate((1024, 1024, 4096))}
+    keys = [ReplicaKey(f"cell-{index}", 0, 1, 1, "http://127.0.0.1:9", 0.0) for index in range(2)]
     drained = iter(weights.items())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with publishing(
@@ -287,7 +287,7 @@ def test_parameters_are_sent_once_and_aligned(specs: list[TensorSpec], bucket_by
 @given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
 def test_buckets_keep_order_and_their_limit(specs: list[TensorSpec], bucket_bytes: int) -> None:
     buckets = plan_buckets(specs, bucket_bytes)
-    bucket_of = {spec.name: at for at, bucket in enumerate(buckets) for spec in bucket.specs}
+    bucket_of = {spec.name: index for index, bucket in enumerate(buckets) for spec in bucket.specs}
     arrival = [bucket_of[spec.name] for spec in specs]
     assert arrival == sorted(arrival), "a bucket is complete before the next one begins"
     for bucket in buckets:
