@@ -1,4 +1,4 @@
-"""What `cancel` does to jobs while Slurm answers, and while it does not."""
+"""`cancel` ends jobs while Slurm answers, and waits while it does not."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ SILENT_AT_FIRST = "[ $(grep -c ^scancel $CALLS) -gt 4 ] || { echo Socket timed o
 
 
 class Clock:
-    """In the place of `time`: it passes where the code sleeps, or a question takes long."""
+    """Stand-in for `time`, which passes when the code sleeps or a question takes long."""
 
     def __init__(self) -> None:
         self._now_s = 1000.0
@@ -57,7 +57,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 
 
 class Questions:
-    """The question for the jobs' numbers, of which some are not answered."""
+    """Question for the jobs' ids, which gets no answer at some calls."""
 
     def __init__(
         self, clock: Clock, *unanswered: int, took_s: float = 15.0, answered_s: float = 0.0
@@ -77,24 +77,24 @@ class Questions:
         return ("7",)
 
 
-def cancel_job(questions: Questions, said: list[str]) -> int:
+def cancel_job(questions: Questions, lines: list[str]) -> int:
     return cancel_jobs(
-        questions.ask, is_own=lambda _: True, grace_s=GRACE_S, print_line=said.append
+        questions.ask, is_own=lambda _: True, grace_s=GRACE_S, print_line=lines.append
     )
 
 
 def test_an_outage_is_no_part_of_the_grace(slurm: ScriptedSlurm, clock: Clock) -> None:
     """Slurm answers once, and then not for longer than grace and kill may take together."""
-    said: list[str] = []
+    lines: list[str] = []
     slurm.answer("scancel", END_IF_TERMINATED)
     first_terms = Questions(clock, *range(1, 4), took_s=KILL_TIMEOUT_S)
-    assert cancel_job(first_terms, said) == 1
+    assert cancel_job(first_terms, lines) == 1
     assert slurm.list_calls("scancel") == ["scancel --signal=TERM 7"]
     slurm.state = "RUNNING"
     slurm.answer("scancel", "true")
     later = Questions(clock, *range(2, 4), took_s=KILL_TIMEOUT_S)
     with pytest.raises(ClusterError, match="1 jobs are still running"):
-        cancel_job(later, said)
+        cancel_job(later, lines)
     calls = slurm.list_calls("scancel")[1:]
     assert calls[0] == "scancel --signal=TERM 7"
     assert "scancel 7" in calls, "what does not end by itself is cancelled before it is reported"
@@ -103,30 +103,30 @@ def test_an_outage_is_no_part_of_the_grace(slurm: ScriptedSlurm, clock: Clock) -
 def test_a_lost_signal_is_sent_again_before_any_scancel(slurm: ScriptedSlurm, clock: Clock) -> None:
     """Each time Slurm takes a third of the grace to say which jobs there are."""
     slurm.answer("scancel", f"{SILENT_AT_FIRST}\n{END_IF_TERMINATED}")
-    said: list[str] = []
-    assert cancel_job(Questions(clock, answered_s=GRACE_S / 3), said) == 1
+    lines: list[str] = []
+    assert cancel_job(Questions(clock, answered_s=GRACE_S / 3), lines) == 1
     assert slurm.list_calls("scancel") == ["scancel --signal=TERM 7"] * 5
-    assert sum("has not responded" in line for line in said) == 4
-    assert sum("sent SIGTERM" in line for line in said) == 1
+    assert sum("has not responded" in line for line in lines) == 4
+    assert sum("sent SIGTERM" in line for line in lines) == 1
 
 
 def test_silence_at_the_very_last_look_is_waited_out(slurm: ScriptedSlurm, clock: Clock) -> None:
     slurm.answer("scancel", END_IF_TERMINATED)
-    said: list[str] = []
+    lines: list[str] = []
     questions = Questions(clock, 3)  # the second of the look that finds no job
-    assert cancel_job(questions, said) == 1
+    assert cancel_job(questions, lines) == 1
     assert questions.asked == 5
     slurm.state = "RUNNING"
     with pytest.raises(ClusterError, match="Slurm has not responded for"):
-        cancel_job(Questions(clock, *range(3, 1000)), said)
-    assert said[-1] == "jobs that Slurm listed last: none"
+        cancel_job(Questions(clock, *range(3, 1000)), lines)
+    assert lines[-1] == "jobs that Slurm listed last: none"
     with pytest.raises(ClusterError, match="Slurm has not responded for"):
-        cancel_job(Questions(clock, *range(1, 1000)), said)
-    assert said[-1] == "Slurm has not listed the jobs yet"
+        cancel_job(Questions(clock, *range(1, 1000)), lines)
+    assert lines[-1] == "Slurm has not listed the jobs yet"
 
 
 def make_run(root: Path) -> RunPaths:
-    """A run whose trainer is job 7, and took long for its last save."""
+    """Make a run whose trainer is job 7 and took long for its last save."""
     paths = RunPaths(root / "quickstart" / "one")
     paths.job("trainer").root.mkdir(parents=True)
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", ["cluster.stop_grace_s=12"])

@@ -1,4 +1,4 @@
-"""What a devcluster is made of, decided without touching the machine."""
+"""Plan of a devcluster, decided without touching the machine."""
 
 import re
 from dataclasses import replace

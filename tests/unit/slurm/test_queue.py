@@ -1,4 +1,4 @@
-"""What commands of Slurm print of jobs and their states, and which jobs are a run's own."""
+"""Output of Slurm's commands becomes jobs and states, of which a run selects its own."""
 
 import time
 from functools import partial
@@ -50,7 +50,7 @@ SQUEUE_ROWS = """\
 
 
 def printed(row: str) -> str:
-    """A row as wide as squeue prints it."""
+    """Format a row as wide as squeue prints it."""
     cells = (*row.split("|"), "exp-one-trainer", "/runs/exp/one")
     wide = (cell.ljust(width) for cell, (_, width) in zip(cells, SQUEUE_COLUMNS, strict=True))
     return "|".join(wide) + "|\n"
@@ -130,8 +130,8 @@ def test_accounting_is_asked_now_and_then(tmp_path: Path, monkeypatch: pytest.Mo
     assert poller.read_accounting(["7"]) == []
     later = time.monotonic() + queue.ACCOUNTING_RETRY_INTERVAL_S
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    (found,) = poller.read_accounting(["7"])
-    assert found.state.name == "FAILED"
+    (record,) = poller.read_accounting(["7"])
+    assert record.state.name == "FAILED"
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_commands_say_what_the_run_directory_knows_whatever_squeue_says(
     else:
         ScriptedSlurm(tmp_path, monkeypatch).answer("squeue", squeue)
     assert exit_code_of("status", paths.root) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("exp/one: finished")
-    assert outage in said
+    output = capsys.readouterr().out
+    assert output.startswith("exp/one: finished")
+    assert outage in output
     assert exit_code_of("why", paths.root) == 0
     assert capsys.readouterr().out.startswith("the run is finished")
     paths.finished_marker.unlink()
@@ -187,7 +187,7 @@ WORDS = (CHECKOUT / "tests" / "golden" / "slurm" / "words.txt").read_text().spli
 
 
 def words(kind: str) -> list[str]:
-    return [word for found, word, *_ in map(str.split, WORDS) if found == kind]
+    return [word for word_kind, word, *_ in map(str.split, WORDS) if word_kind == kind]
 
 
 def test_every_state_of_slurms_sources_is_known() -> None:
@@ -196,7 +196,7 @@ def test_every_state_of_slurms_sources_is_known() -> None:
 
 def test_every_reason_for_waiting_of_slurms_sources_is_explained() -> None:
     never_given = {"BlockFreeAction", "BlockMaxError"}  # of BlueGene, whose code is gone
-    unknown = {one for one in words("reason") if explain_reason(one).meaning.endswith(one)}
+    unknown = {word for word in words("reason") if explain_reason(word).meaning.endswith(word)}
     assert unknown == never_given
 
 

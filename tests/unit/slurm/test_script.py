@@ -1,4 +1,4 @@
-"""From a job to nodes, scripts and their price, on each release; what of an allocation runs."""
+"""Jobs become nodes, scripts and prices on each release; an allocation runs those that fit."""
 
 from datetime import datetime
 from pathlib import Path
@@ -115,10 +115,10 @@ def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
     ],
 )
 def test_options_become_lines(spec: JobSpec, options: dict[str, Any], lines: set[str]) -> None:
-    found = script(spec, **options)
-    assert {f"#SBATCH --{line}" for line in lines} <= set(found)
-    assert not [line for line in found if "wckey" in line]
-    assert ("#SBATCH --requeue" in found) is ("no-requeue" not in options.get("sbatch", {}))
+    rendered = script(spec, **options)
+    assert {f"#SBATCH --{line}" for line in lines} <= set(rendered)
+    assert not [line for line in rendered if "wckey" in line]
+    assert ("#SBATCH --requeue" in rendered) is ("no-requeue" not in options.get("sbatch", {}))
 
 
 def test_srun_is_told_of_the_processors_and_python_is_quoted_after_the_set_up() -> None:
@@ -143,7 +143,7 @@ def test_flags_that_are_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "reason"),
     [
         ("array", "submitted by itself"),
         ("clusters", "on one cluster"),
@@ -152,8 +152,8 @@ def test_flags_that_are_none_are_refused() -> None:
         ("het-group", "each job of a run is submitted separately"),
     ],
 )
-def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"--{flag} is refused: .*{said}"):
+def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} is refused: .*{reason}"):
         SlurmConfig.model_validate({"jobs": {"cell": {"sbatch": {flag: "1"}}}})
 
 
@@ -191,8 +191,8 @@ AT = "2026-11-29T08:21:13"
 )
 def test_an_error_of_slurmstepd_is_found_with_its_time_on_every_release(line: str) -> None:
     assert is_slurm_error_line(line)
-    told = datetime.fromisoformat(AT).timestamp() if AT in line else None
-    assert find_error_time(line) == told
+    expected = datetime.fromisoformat(AT).timestamp() if AT in line else None
+    assert find_error_time(line) == expected
 
 
 def test_an_error_of_srun_has_no_time() -> None:
@@ -217,7 +217,7 @@ def test_exit_statuses_are_those_of_each_release(printed: str, status: tuple[int
 
 
 @pytest.mark.parametrize(
-    ("version", "release", "is_near", "said"),
+    ("version", "release", "is_near", "text"),
     [
         ("22.05.8", "22.05", True, "the tests run on it"),
         ("slurm-wlm 26.05.5", "26.05", True, "the tests run on it"),
@@ -227,10 +227,10 @@ def test_exit_statuses_are_those_of_each_release(printed: str, status: tuple[int
         ("?", "", False, "outside of what is tested: 22.05, 24.11, 26.05"),
     ],
 )
-def test_versions_say_what_is_proven(version: str, release: str, is_near: bool, said: str) -> None:
+def test_versions_say_what_is_proven(version: str, release: str, is_near: bool, text: str) -> None:
     assert parse_release(version) == release
     assert is_release_covered(version) == is_near
-    assert said in describe_proof(version)
+    assert text in describe_proof(version)
 
 
 SHOWN = (
@@ -246,13 +246,13 @@ def trainer(ranks: int, gpus: int = 1) -> JobSpec:
 
 def cells(count: int, gpus: int = 1, nodes: int = 1) -> list[JobSpec]:
     return [
-        JobSpec(f"cell-{one}", "agents", [], tasks=nodes, is_task_a_node=True, gpus_per_task=gpus)
-        for one in range(count)
+        JobSpec(f"cell-{index}", "agents", [], tasks=nodes, is_task_a_node=True, gpus_per_task=gpus)
+        for index in range(count)
     ]
 
 
 def allocation(nodes: int, gpus: int, cpus: int = 16) -> Allocation:
-    shares = tuple(NodeShare(f"n{one + 1}", cpus, 8000, gpus) for one in range(nodes))
+    shares = tuple(NodeShare(f"n{number + 1}", cpus, 8000, gpus) for number in range(nodes))
     return Allocation("12", shares, None)
 
 
@@ -281,7 +281,7 @@ def test_outside_of_an_allocation_the_error_names_the_way_out() -> None:
         ([trainer(8), *cells(1, 4)], allocation(3, 4), ["n1,n2", "n3"]),
         ([trainer(4), *cells(1, 4, nodes=2)], allocation(3, 4), ["n1", "n2,n3"]),
         ([trainer(2), *cells(3)], allocation(2, 4), ["n1", "n2", "n2", "n2"]),
-        # The trainer's node last, and only where it has GPUs left.
+        # The trainer's node comes last, and only if it has GPUs left.
         ([trainer(2), *cells(3, 2)], allocation(2, 4), ["n1", "n2", "n2", "n1"]),
         ([trainer(2), *cells(2)], allocation(1, 4), ["n1", "n1", "n1"]),
         ([trainer(6), *cells(1, 2)], allocation(3, 4), ["n1,n2", "n3"]),
@@ -311,19 +311,19 @@ def test_no_node_gives_more_than_it_has(
         return
     assert [placed[job.name].tasks for job in jobs] == [job.tasks for job in jobs]
     for node in of.nodes:
-        own = [step for step in placed.values() if node.name in step.nodes]
-        assert sum(step.gpus_per_node for step in own) <= node.gpus
-        assert sum(step.memory_mib_per_node for step in own) <= node.memory_mib
-        assert sum(step.cpus_per_task * step.tasks_per_node for step in own) <= node.cpus
-        assert all(step.cpus_per_task >= 1 for step in own)
+        steps = [step for step in placed.values() if node.name in step.nodes]
+        assert sum(step.gpus_per_node for step in steps) <= node.gpus
+        assert sum(step.memory_mib_per_node for step in steps) <= node.memory_mib
+        assert sum(step.cpus_per_task * step.tasks_per_node for step in steps) <= node.cpus
+        assert all(step.cpus_per_task >= 1 for step in steps)
 
 
 def test_an_allocation_that_is_too_small_is_compared_with_what_jobs_need() -> None:
     with pytest.raises(RecipeError) as refusal:
         place_steps([trainer(4), *cells(3, 4)], allocation(2, 4))
-    said = str(refusal.value)
-    assert "trainer 4 ranks x 1 GPU, cell-0 1 node x 4 GPUs" in said
-    assert "in all 16 GPUs and at least 7 CPUs; it has n1 4 GPUs, 16 CPUs; n2 4 GPUs" in said
+    message = str(refusal.value)
+    assert "trainer 4 ranks x 1 GPU, cell-0 1 node x 4 GPUs" in message
+    assert "in all 16 GPUs and at least 7 CPUs; it has n1 4 GPUs, 16 CPUs; n2 4 GPUs" in message
 
 
 def test_without_gpus_auto_means_the_processors() -> None:
@@ -336,8 +336,8 @@ def test_srun_is_told_all_and_takes_nothing_from_the_environment() -> None:
     command = build_step_command(
         step, "12", "trainer.3", "py", Path("/l.json"), Path("/trainer.3-%t.log")
     )
-    wanted = "--exact --nodes=2 --nodelist=n1,n2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3"
-    assert wanted in " ".join(command)
+    options = "--exact --nodes=2 --nodelist=n1,n2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3"
+    assert options in " ".join(command)
     assert {"--jobid=12", "--mem=500M", "--gres=gpu:4"} < set(command)
     assert command[-4:] == ["-u", "-m", "areal_hpc.jobs.supervisor", "/l.json"]
     environ = {"SLURM_NTASKS": "9", "SLURM_CONF": "/c", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/"}

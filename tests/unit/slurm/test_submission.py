@@ -1,4 +1,4 @@
-"""A submission whose answers are lost, and who waits for a job that has a new number."""
+"""Submissions whose answers are lost, and dependents of a job that has a new id."""
 
 from pathlib import Path
 
@@ -36,17 +36,17 @@ def test_a_submission_that_only_squeue_answers_is_given_up_in_time(slurm: Script
 
 
 def test_a_users_filters_hide_no_job(slurm: ScriptedSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {
+    variables = {
         "SQUEUE_PARTITION": "debug",
         "SCANCEL_STATE": "PENDING",
         "SLURM_TIME_FORMAT": "%s",
         "SBATCH_ACCOUNT": "ours",
     }
-    for name, value in told.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     slurm.answer("squeue", "env")
     seen = run_slurm_command("squeue").splitlines()
-    assert [name for name in told if any(line.startswith(f"{name}=") for line in seen)] == [
+    assert [name for name in variables if any(line.startswith(f"{name}=") for line in seen)] == [
         "SLURM_TIME_FORMAT",
         "SBATCH_ACCOUNT",
     ]
@@ -56,7 +56,7 @@ def test_a_users_filters_hide_no_job(slurm: ScriptedSlurm, monkeypatch: pytest.M
 def test_a_command_that_this_node_cannot_start_now_is_silence(
     slurm: ScriptedSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where no process is left: here the arguments take more room than a process may have."""
+    """The arguments take more room than a process may have, as if no process could start."""
     slurm.answer("squeue", "true")
     with pytest.raises(SlurmTimeoutError, match="squeue could not be started: Argument list"):
         run_slurm_command("squeue", "x" * (1 << 20))
@@ -72,7 +72,7 @@ POLICY = (
 
 
 @pytest.mark.parametrize(
-    ("said", "is_temporary"),
+    ("text", "is_temporary"),
     [
         (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: {POLICY}", True),
         (f"sbatch: error: AssocGrpSubmitJobsLimit\nsbatch: error: {POLICY}", True),
@@ -82,8 +82,8 @@ POLICY = (
         ("Resource temporarily unavailable", True),
     ],
 )
-def test_a_limit_of_jobs_passes_by_itself_and_others_do_not(said: str, is_temporary: bool) -> None:
-    assert is_temporary_refusal(said) == is_temporary
+def test_a_limit_of_jobs_passes_by_itself_and_others_do_not(text: str, is_temporary: bool) -> None:
+    assert is_temporary_refusal(text) == is_temporary
 
 
 @pytest.mark.parametrize(
