@@ -1,4 +1,4 @@
-"""Advantages: one number a reply, against a reference that follows the definitions literally."""
+"""Advantages, one number a reply, equal a reference that follows the definitions literally."""
 
 import itertools
 import math
@@ -49,32 +49,32 @@ OBJECTIVES = st.builds(
 
 
 def token_advantages(rows: list[TrajectoryRow], objective: ObjectiveConfig) -> dict[Any, float]:
-    """The advantage of each trained token, by its episode and its id, which is unique there."""
-    found: dict[Any, float] = {}
+    """Compute the advantage of each trained token by ticket, episode and id, unique there."""
+    advantages: dict[Any, float] = {}
     built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
-    for row, one in zip(rows, built, strict=True):
-        for place in np.flatnonzero(row.loss_mask_T):
-            key = (row.ticket_id, row.episode, int(row.input_ids_T[place]))
-            assert key not in found
-            found[key] = float(one.channels[Channel.ADVANTAGE][place])
-    return found
+    for row, training_row in zip(rows, built, strict=True):
+        for index in np.flatnonzero(row.loss_mask_T):
+            key = (row.ticket_id, row.episode, int(row.input_ids_T[index]))
+            assert key not in advantages
+            advantages[key] = float(training_row.channels[Channel.ADVANTAGE][index])
+    return advantages
 
 
 def expected_numbers(turns: list[MadeUpTurn], objective: ObjectiveConfig) -> dict[int, float]:
-    """What each reply earned, by its number; conversations here follow one another."""
+    """Compute each reply's earnings, by its number; conversations here follow one another."""
     trained = set(expected_trained(turns))
     if objective.credit == "episode":
-        return dict.fromkeys(trained, math.fsum(one.reward or 0.0 for one in turns))
+        return dict.fromkeys(trained, math.fsum(turn.reward or 0.0 for turn in turns))
     followers = expected_followers(turns)
 
     def earned(number: int) -> float | None:
-        passed = [one for f in followers[number] if (one := earned(f)) is not None]
+        passed = [reward for f in followers[number] if (reward := earned(f)) is not None]
         back = objective.turn_discount * float(np.mean(passed)) if passed else None
-        given = [one for one in (turns[number].reward, back) if one is not None]
+        given = [reward for reward in (turns[number].reward, back) if reward is not None]
         return float(sum(given)) if given else None
 
-    found = {number: earned(number) for number in trained}
-    return {number: value for number, value in found.items() if value is not None}
+    rewards = {number: earned(number) for number in trained}
+    return {number: value for number, value in rewards.items() if value is not None}
 
 
 def expected_followers(turns: list[MadeUpTurn]) -> list[list[int]]:
@@ -86,16 +86,16 @@ def expected_followers(turns: list[MadeUpTurn]) -> list[list[int]]:
             root.append(root[turn.parent])
         else:
             root.append(number)
-    members = {one: [n for n in range(len(turns)) if root[n] == one] for one in dict.fromkeys(root)}
+    members = {key: [n for n in range(len(turns)) if root[n] == key] for key in dict.fromkeys(root)}
     phases: list[list[list[int]]] = []
     for conversation in members.values():
-        if phases and conversation[0] < max(max(one) for one in phases[-1]):
+        if phases and conversation[0] < max(max(earlier) for earlier in phases[-1]):
             phases[-1].append(conversation)  # before the others were over
         else:
             phases.append([conversation])
     for phase, after in itertools.pairwise(phases):
         for conversation in phase:
-            followers[conversation[-1]] = [one[0] for one in after]
+            followers[conversation[-1]] = [later[0] for later in after]
     return followers
 
 
@@ -113,29 +113,29 @@ def expected_trained(turns: list[MadeUpTurn]) -> list[int]:
 
 
 def expected_weights(turns: list[MadeUpTurn], objective: ObjectiveConfig) -> dict[int, float]:
-    """Paths from the beginning to a reply, each with the chance to be taken at random."""
+    """Compute the chance of each reply on a random path from the beginning."""
     numbers = expected_numbers(turns, objective)
     if objective.credit == "episode":
         return dict.fromkeys(numbers, 1.0)
     followers = expected_followers(turns)
     begins = [n for n in numbers if not any(n in followers[m] for m in numbers)]
-    found = dict.fromkeys(numbers, 0.0)
+    weights = dict.fromkeys(numbers, 0.0)
 
     def walk(number: int, chance: float) -> None:
-        found[number] += chance
+        weights[number] += chance
         after = [f for f in followers[number] if f in numbers]
-        for one in after:
-            walk(one, chance / len(after))
+        for follower in after:
+            walk(follower, chance / len(after))
 
-    for one in begins:
-        walk(one, 1 / len(begins))
-    return found
+    for begin in begins:
+        walk(begin, 1 / len(begins))
+    return weights
 
 
 def expected_advantages(
     batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig
 ) -> dict[tuple[int, int, int], float]:
-    """By group, episode and number of the reply."""
+    """Compute advantages by group, episode and number of the reply."""
     units = []  # group, episode, replies, number, weight
     for group, episodes in enumerate(batch):
         for episode, turns in enumerate(episodes):
@@ -147,21 +147,21 @@ def expected_advantages(
                 units += [(group, episode, [n], numbers[n], weights[n]) for n in numbers]
     differences = []
     for group, episode, _, number, _ in units:
-        own = [one[3] for one in units if one[0] == group]
-        others = [one[3] for one in units if one[0] == group and one[1] != episode]
+        own = [unit[3] for unit in units if unit[0] == group]
+        others = [unit[3] for unit in units if unit[0] == group and unit[1] != episode]
         baseline = {
             "group_mean": np.mean(own),
             "leave_one_out": np.mean(others) if others else number,
-            "batch_mean": np.mean([one[3] for one in units]),
+            "batch_mean": np.mean([unit[3] for unit in units]),
             "none": 0.0,
         }[objective.baseline]
         differences.append(number - float(baseline))
-    found = {}
+    advantages = {}
     for (group, episode, replies, _, weight), difference in zip(units, differences, strict=True):
         together = [
-            (one[:2], d)
-            for one, d in zip(units, differences, strict=True)
-            if objective.scale_rewards == "batch" or one[0] == group
+            (unit[:2], d)
+            for unit, d in zip(units, differences, strict=True)
+            if objective.scale_rewards == "batch" or unit[0] == group
         ]
         values = np.array([d for _, d in together])
         one_each = max(Counter(key for key, _ in together).values()) == 1
@@ -179,8 +179,8 @@ def expected_advantages(
         else:
             value = difference / (1.0 if objective.scale_rewards == "none" else spread)
         for reply in replies:
-            found[group, episode, reply] = float(value * weight)
-    return found
+            advantages[group, episode, reply] = float(value * weight)
+    return advantages
 
 
 @given(BATCHES, OBJECTIVES, st.sampled_from(["concat", "individual"]), st.randoms())
@@ -190,15 +190,15 @@ def test_advantages_equal_the_reference_however_rows_are_packed(
     expected = expected_advantages(batch, objective)
     rows = build_batch(batch, ExportSettings(style))
     random.shuffle(rows)
-    found = token_advantages(rows, objective)
+    advantages = token_advantages(rows, objective)
     trained = {
         (group, episode, reply)
         for group, episodes in enumerate(batch)
         for episode, turns in enumerate(episodes)
         for reply in expected_trained(turns)
     }
-    assert {(group, episode, token // 10) for group, episode, token in found} == trained
-    for (group, episode, token), advantage in found.items():
+    assert {(group, episode, token // 10) for group, episode, token in advantages} == trained
+    for (group, episode, token), advantage in advantages.items():
         target = expected.get((group, episode, token // 10), 0.0)
         assert advantage == pytest.approx(target, rel=1e-6, abs=1e-7)
 
@@ -210,19 +210,19 @@ def test_a_nearly_equal_group_does_not_explode() -> None:
     ]
     for credit in ("episode", "turn"):
         rows = build_batch(batch, ExportSettings("individual"))
-        found = token_advantages(rows, ObjectiveConfig(credit=credit))
-        assert max(map(abs, found.values())) <= 3 / math.sqrt(4)
+        advantages = token_advantages(rows, ObjectiveConfig(credit=credit))
+        assert max(map(abs, advantages.values())) <= 3 / math.sqrt(4)
 
 
 def test_a_shared_reply_is_credited_with_all_of_its_branches() -> None:
-    """Its first branch alone decided before: the other one's reward pushed against it."""
+    """The first branch alone decided before: the reward of the other pushed against it."""
     good = [MadeUpTurn(9, None), MadeUpTurn(0, 0.0), MadeUpTurn(0, 1.0)]
     bad = [MadeUpTurn(9, None), MadeUpTurn(0, 0.0), MadeUpTurn(0, 0.0)]
-    found = token_advantages(build_batch([[good, bad]], ExportSettings()), ObjectiveConfig())
-    assert found[0, 0, 0] > 0 > found[0, 1, 0]
+    advantages = token_advantages(build_batch([[good, bad]], ExportSettings()), ObjectiveConfig())
+    assert advantages[0, 0, 0] > 0 > advantages[0, 1, 0]
     turn = ObjectiveConfig(credit="turn", baseline="none", scale_rewards="none")
-    found = token_advantages(build_batch([[good, bad]], ExportSettings()), turn)
-    assert [found[0, 0, token] for token in (0, 10, 20)] == [0.5, 0.0, 0.5]
+    advantages = token_advantages(build_batch([[good, bad]], ExportSettings()), turn)
+    assert [advantages[0, 0, token] for token in (0, 10, 20)] == [0.5, 0.0, 0.5]
 
 
 def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:
@@ -230,8 +230,8 @@ def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:
     objective = ObjectiveConfig(baseline="none", scale_rewards="none")
     for style in ("concat", "individual"):
         rows = build_batch([[turns]], ExportSettings(style, is_credited=True))
-        found = token_advantages(rows, objective)
-        assert [found[0, 0, token] for token in (0, 10, 20)] == pytest.approx([0.9, 1.0, 1.0])
+        advantages = token_advantages(rows, objective)
+        assert [advantages[0, 0, token] for token in (0, 10, 20)] == pytest.approx([0.9, 1.0, 1.0])
 
 
 def test_a_reply_that_was_cut_leaves_the_loss_and_counts_in_its_group() -> None:
@@ -247,16 +247,16 @@ def test_a_reply_that_was_cut_leaves_the_loss_and_counts_in_its_group() -> None:
     for style in ("concat", "individual"):
         rows = build_batch(batch, ExportSettings(style))
         built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
-        found = {
-            (row.episode, int(one.input_ids_T[place]) // 10): (
-                float(one.channels[Channel.ADVANTAGE][place]),
-                float(one.channels[Channel.SCALE][place]),
+        channels = {
+            (row.episode, int(training_row.input_ids_T[index]) // 10): (
+                float(training_row.channels[Channel.ADVANTAGE][index]),
+                float(training_row.channels[Channel.SCALE][index]),
             )
-            for row, one in zip(rows, built, strict=True)
-            for place in np.flatnonzero(one.loss_mask_T)
+            for row, training_row in zip(rows, built, strict=True)
+            for index in np.flatnonzero(training_row.loss_mask_T)
         }
         # Six tokens are left, two of them of the first episode.
-        assert found == {(0, 0): (0.5, 1.5), (1, 0): (-0.5, 0.75), (1, 1): (-0.5, 0.75)}
+        assert channels == {(0, 0): (0.5, 1.5), (1, 0): (-0.5, 0.75), (1, 1): (-0.5, 0.75)}
 
 
 @pytest.mark.parametrize(
@@ -275,10 +275,10 @@ def test_long_replies_earn_less_each_or_in_sum() -> None:
     plain: dict[str, Any] = {"baseline": "none", "scale_rewards": "none", "overlong": overlong}
     for style in ("concat", "individual"):
         rows = build_batch([[turns]], ExportSettings(style))
-        found = token_advantages(rows, ObjectiveConfig(**plain))
-        assert set(found.values()) == {0.25}
-        found = token_advantages(rows, ObjectiveConfig(credit="turn", **plain))
-        assert [found[0, 0, token] for token in (0, 10, 20)] == [0.25, 0.75, 0.75]
+        advantages = token_advantages(rows, ObjectiveConfig(**plain))
+        assert set(advantages.values()) == {0.25}
+        advantages = token_advantages(rows, ObjectiveConfig(credit="turn", **plain))
+        assert [advantages[0, 0, token] for token in (0, 10, 20)] == [0.25, 0.75, 0.75]
 
 
 def test_a_penalty_is_taken_off_what_a_client_passed_back() -> None:
@@ -286,5 +286,5 @@ def test_a_penalty_is_taken_off_what_a_client_passed_back() -> None:
     overlong = OverlongConfig(penalty=0.5, expected_tokens=5, cache_tokens=4)
     objective = ObjectiveConfig(baseline="none", scale_rewards="none", overlong=overlong)
     rows = build_batch([[turns]], ExportSettings(is_credited=True))
-    found = token_advantages(rows, objective)
-    assert [found[0, 0, token] for token in (0, 10)] == [1.5, 1.5]
+    advantages = token_advantages(rows, objective)
+    assert [advantages[0, 0, token] for token in (0, 10)] == [1.5, 1.5]

@@ -1,4 +1,4 @@
-"""Which rows of a step are annotated, by what names, and how they lie on the disk."""
+"""Annotations of a step: whole groups of rows, their outcomes, and their files."""
 
 import math
 from pathlib import Path
@@ -35,8 +35,8 @@ def test_a_sample_is_of_whole_groups_drawn_by_the_seed() -> None:
     drawn = [choose_rows_to_annotate(batch, "sampled", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == MAX_ROWS_IN_SAMPLED_MODE // 6 * 6
-    tickets = {batch[place].ticket_id for place in drawn[0]}
-    assert drawn[0] == [place for place, row in enumerate(batch) if row.ticket_id in tickets]
+    tickets = {batch[index].ticket_id for index in drawn[0]}
+    assert drawn[0] == [index for index, row in enumerate(batch) if row.ticket_id in tickets]
     assert choose_rows_to_annotate(batch, "all", 1) == list(range(240))
     assert choose_rows_to_annotate(batch, "off", 1) == []
     large = [trajectory(ticket, episode) for ticket in range(2) for episode in range(100)]
@@ -56,20 +56,20 @@ def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outco
     advantages = (1.0, 0.0, 1.0)
     rows = [
         TrainingRow(
-            one.input_ids_T,
-            one.loss_mask_T,
-            {Channel.ADVANTAGE: np.full(one.num_tokens, advantage, np.float32)},
+            row.input_ids_T,
+            row.loss_mask_T,
+            {Channel.ADVANTAGE: np.full(row.num_tokens, advantage, np.float32)},
         )
-        for one, advantage in zip(batch, advantages, strict=True)
+        for row, advantage in zip(batch, advantages, strict=True)
     ]
     untaken = describe_skipped_step(norm, critic_warms_up=False)
     built = []
-    for place, (stored, row) in enumerate(zip(batch, rows, strict=True)):
+    for index, (stored, row) in enumerate(zip(batch, rows, strict=True)):
         measures = np.zeros((len(TOKEN_MEASURE_NAMES), stored.num_tokens), np.float32)
-        measures[-1] = place < 2  # a pass saw the first two
-        names = ("cell-0-000001.h5", place)
+        measures[-1] = index < 2  # a pass saw the first two
+        names = ("cell-0-000001.h5", index)
         built.append(annotate_row(names, stored, row, measures, ObjectiveConfig(), untaken))
-    assert [one.outcome for one in built] == [outcome, "no advantage", "masked"]
+    assert [annotation.outcome for annotation in built] == [outcome, "no advantage", "masked"]
 
 
 def make_step(step: int, tokens: int = 3) -> StepAnnotations:
@@ -96,11 +96,11 @@ def write(paths: RunPaths, step: StepAnnotations, **bounds: int) -> None:
 def test_what_is_written_is_shown_by_token(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     write(paths, make_step(3))
-    found = find_row_annotation(paths, 3, "cell-0-000001.h5", 7)
-    assert found is not None
+    annotation = find_row_annotation(paths, 3, "cell-0-000001.h5", 7)
+    assert annotation is not None
     assert find_row_annotation(paths, 3, "cell-0-000001.h5", 8) is None
     assert find_row_annotation(paths, 4, "cell-0-000001.h5", 7) is None
-    shown = build_token_columns(found, [0, 1, 0, 1, 1])
+    shown = build_token_columns(annotation, [0, 1, 0, 1, 1])
     assert shown["logprobs"] == [None, -1.25, None, -1.25, -1.25]
     assert shown["entropies"] == [None] * 5
     assert shown["reasons"] == ["", "clipped", "", "clipped", "clipped"]

@@ -1,4 +1,4 @@
-"""What is told of a batch's rows, of an update and of its GPUs; alerts over restarts."""
+"""Metrics of a batch's rows, of an update and of its GPUs; alerts across restarts."""
 
 import math
 from dataclasses import replace
@@ -49,12 +49,12 @@ DEFAULT_OBJECTIVE = ObjectiveConfig()
 
 
 def row(ticket: int, episode: int, reward: float, mask: str = "011") -> TrajectoryRow:
-    """A row whose model sampled where the mask has a 1."""
+    """Make a row whose model sampled where the mask has a 1."""
     return plain_row([*map(int, mask)], ticket, episode, reward)
 
 
 def groups(*rewards: list[float]) -> list[TrajectoryRow]:
-    """A ticket for each list, an episode for each reward."""
+    """Make a ticket for each list, with an episode for each reward."""
     return [
         row(ticket, at, one) for ticket, own in enumerate(rewards) for at, one in enumerate(own)
     ]
@@ -65,18 +65,18 @@ def summarize(
     seen: RewardRange | None = None,
     objective: ObjectiveConfig = DEFAULT_OBJECTIVE,
 ) -> dict[str, float]:
-    found = group_episode_rewards(batch)
-    return summarize_rewards(found, extend_reward_range(seen, found), objective)
+    grouped = group_episode_rewards(batch)
+    return summarize_rewards(grouped, extend_reward_range(seen, grouped), objective)
 
 
 def test_groups_that_teach_nothing_are_told_by_where_they_stand() -> None:
-    found = summarize(groups([1, 1], [0, 0], [0, 1], [0.5, 0.5]))
-    assert found["episodes"] == 8
-    assert (found["groups/all_best"], found["groups/all_worst"]) == (0.25, 0.25)
-    assert found["reward/mean"] == 0.5
-    assert (found["reward/min"], found["reward/max"]) == (0.0, 1.0)
-    assert found["reward/std"] == pytest.approx(np.std([1, 1, 0, 0, 0, 1, 0.5, 0.5], ddof=1))
-    assert found["reward/standard_error"] == pytest.approx(np.std([1, 0, 0.5, 0.5], ddof=1) / 2)
+    metrics = summarize(groups([1, 1], [0, 0], [0, 1], [0.5, 0.5]))
+    assert metrics["episodes"] == 8
+    assert (metrics["groups/all_best"], metrics["groups/all_worst"]) == (0.25, 0.25)
+    assert metrics["reward/mean"] == 0.5
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/std"] == pytest.approx(np.std([1, 1, 0, 0, 0, 1, 0.5, 0.5], ddof=1))
+    assert metrics["reward/standard_error"] == pytest.approx(np.std([1, 0, 0.5, 0.5], ddof=1) / 2)
 
 
 def test_best_and_worst_are_those_of_the_run_and_a_constant_reward_is_neither() -> None:
@@ -115,12 +115,12 @@ def test_equal_episodes_with_other_rewards_by_turn_are_not_idle() -> None:
 
 
 def test_replies_are_the_stretches_that_the_model_sampled() -> None:
-    found = summarize_replies(
+    metrics = summarize_replies(
         [row(0, 0, 1.0, "0110001"), row(0, 1, 1.0, "0111"), row(1, 0, 0, "00")]
     )
-    assert found["reply/tokens_mean"] == 2.0
-    assert found["reply/tokens_max"] == 3
-    assert found["reply/tokens_p95"] == pytest.approx(2.9)
+    assert metrics["reply/tokens_mean"] == 2.0
+    assert metrics["reply/tokens_max"] == 3
+    assert metrics["reply/tokens_p95"] == pytest.approx(2.9)
     assert summarize_replies([row(0, 0, 1.0, "00")]) == {}
 
 
@@ -140,23 +140,23 @@ def call(name: str, begin: float, end: float, **facts: Any) -> CallRecord:
 
 
 def episode(*calls: CallRecord, cell: str = "cell-0", begin: float = 100, end: float = 110) -> Any:
-    return EpisodeRecord(cell, begin, end, {one.id: one for one in calls})
+    return EpisodeRecord(cell, begin, end, {call.id: call for call in calls})
 
 
 def test_turns_times_and_tools_are_those_of_the_calls() -> None:
-    found = summarize_episodes(
+    metrics = summarize_episodes(
         [
             episode(call("a", 100, 102), call("b", 101, 104), call("c", 108, 109)),
             episode(call("d", 100, 105, finish_reason="length", cached_tokens=8)),
         ]
     )
-    assert (found["episode/turns_mean"], found["episode/turns_max"]) == (2.0, 3)
-    assert (found["episode/duration_mean_s"], found["episode/duration_max_s"]) == (10.0, 10.0)
-    assert found["episode/tool_time_fraction"] == pytest.approx(1 - (4 + 1 + 5) / 20)
-    assert found["reply/cut_fraction"] == 0.25
-    assert found["generation/tokens_per_s"] == pytest.approx(20 / 9)
-    assert found["generation/cached_prompt_fraction"] == pytest.approx(8 / 40)
-    assert "generation/slowest_cell_ratio" not in found, "there is one cell"
+    assert (metrics["episode/turns_mean"], metrics["episode/turns_max"]) == (2.0, 3)
+    assert (metrics["episode/duration_mean_s"], metrics["episode/duration_max_s"]) == (10.0, 10.0)
+    assert metrics["episode/tool_time_fraction"] == pytest.approx(1 - (4 + 1 + 5) / 20)
+    assert metrics["reply/cut_fraction"] == 0.25
+    assert metrics["generation/tokens_per_s"] == pytest.approx(20 / 9)
+    assert metrics["generation/cached_prompt_fraction"] == pytest.approx(8 / 40)
+    assert "generation/slowest_cell_ratio" not in metrics, "there is one cell"
 
 
 def test_a_reply_that_rows_of_an_episode_share_counts_once() -> None:
@@ -173,22 +173,22 @@ def test_a_reply_that_rows_of_an_episode_share_counts_once() -> None:
 
 def test_a_slow_cell_is_compared_with_the_fastest() -> None:
     slow = episode(call("a", 100, 108), cell="cell-1")
-    found = summarize_episodes([episode(call("b", 100, 102)), slow])
-    assert found["generation/slowest_cell_ratio"] == pytest.approx(0.25)
+    metrics = summarize_episodes([episode(call("b", 100, 102)), slow])
+    assert metrics["generation/slowest_cell_ratio"] == pytest.approx(0.25)
 
 
 def test_parts_and_metrics_of_rewards_are_means_over_the_episodes_that_have_them() -> None:
     first = Reward(1.0, parts={"format": 0.2}, metrics={"tool_errors": 2})
     second = Reward(0.0, parts={"format": 0.3})
-    found = summarize_episodes(
+    metrics = summarize_episodes(
         [
             episode(call("a", 100, 101, reward=first), call("b", 101, 102, reward=second)),
             episode(call("c", 100, 101, reward=second)),
             episode(call("d", 100, 101)),
         ]
     )
-    assert found["reward/part/format"] == pytest.approx((0.5 + 0.3) / 2)
-    assert found["reward/metric/tool_errors"] == 2.0
+    assert metrics["reward/part/format"] == pytest.approx((0.5 + 0.3) / 2)
+    assert metrics["reward/metric/tool_errors"] == 2.0
 
 
 DENSE = Architecture("qwen2", 3, 8, 4, 2, 2, 16, 100, 1e-6, 1e4, None, tied=True)
@@ -226,7 +226,7 @@ def test_no_peak_is_made_up(name: str) -> None:
 
 
 def write_losses(path: Path) -> MetricsWriter:
-    """Those of five steps, which are their numbers."""
+    """Write the losses of five steps, each equal to the step's number."""
     writer = MetricsWriter(path, None, 0)
     for step in range(5):
         writer.write(step, {"loss": float(step)})
@@ -285,7 +285,7 @@ def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     log.close()
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
     assert read_readable_records(path) == [{"step": 1, "nan": None, "inf": None, **known}]
-    # A checkpoint carries a line in its own codec, and must be able to read it again.
+    # A checkpoint carries a line in its own codec, which must be able to read it again.
     assert msgspec.json.decode(
         msgspec.json.encode(line), type=JsonMetricRow
     ) == replace_non_finite_by_none(line)
@@ -333,7 +333,7 @@ CUT = {"reply/cut_fraction": 0.5}
 
 
 def start(paths: RunPaths, resume_step: int) -> tuple[MetricsWriter, AlertReporter]:
-    """What a start of the trainer that goes on after `resume_step` makes."""
+    """Make the writer and the reporter of a trainer that resumes after `resume_step`."""
     metrics = MetricsWriter(paths.metrics, None, resume_step)
     reopened: JsonMetricRow = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
     events = EventLog(paths.events, "trainer")

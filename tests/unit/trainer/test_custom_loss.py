@@ -1,4 +1,4 @@
-"""Custom losses: what a function may return, and the shipped ones against float64."""
+"""Custom losses: values that a function may return, and shipped ones against float64."""
 
 import math
 from collections.abc import Callable
@@ -21,25 +21,25 @@ HERE = "tests.unit.trainer.test_custom_loss"
 
 
 def sapo_reference(tokens: Tokens) -> tuple[Array, Array, int]:
-    """Terms, their derivatives by the log-probabilities, and how many tokens were bounded."""
+    """Compute terms, derivatives by the log-probabilities, and the number of bounded tokens."""
     terms, slopes = np.zeros(len(tokens.rows)), np.zeros(len(tokens.rows))
-    for place, advantage in enumerate(tokens.advantages):
-        ratio = math.exp(tokens.logprobs[place] - tokens.proximal[place])
+    for index, advantage in enumerate(tokens.advantages):
+        ratio = math.exp(tokens.logprobs[index] - tokens.proximal[index])
         tau = 1.0 if advantage > 0 else 1.05
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
-        terms[place] = 4 / tau * gate * advantage
-        slopes[place] = 4 * gate * (1 - gate) * ratio * advantage
+        terms[index] = 4 / tau * gate * advantage
+        slopes[index] = 4 * gate * (1 - gate) * ratio * advantage
     return terms, slopes, 0
 
 
 def m2po_reference(tokens: Tokens) -> tuple[Array, Array, int]:
-    """The paper's algorithm 1, row by row: the largest leave one after another."""
+    """Follow the paper's algorithm 1 row by row: drop the largest one after another."""
     logs = tokens.logprobs - tokens.behavior
     terms = np.exp(logs) * tokens.advantages
     gone = 0
     for row in set(tokens.rows.tolist()):
         further = (tokens.rows == row) & (logs * tokens.advantages > 0)
-        stay = sorted(np.flatnonzero(further).tolist(), key=lambda one: abs(logs[one]))
+        stay = sorted(np.flatnonzero(further).tolist(), key=lambda index: abs(logs[index]))
         while stay and np.mean(logs[stay] ** 2) > 0.04:
             terms[stay.pop()] = 0.0
             gone += 1
@@ -48,11 +48,11 @@ def m2po_reference(tokens: Tokens) -> tuple[Array, Array, int]:
 
 def lite_ppo_reference(tokens: Tokens) -> tuple[Array, Array, int]:
     terms, slopes, clipped = np.zeros(len(tokens.rows)), np.zeros(len(tokens.rows)), 0
-    for place, advantage in enumerate(tokens.advantages):
-        ratio = math.exp(tokens.logprobs[place] - tokens.proximal[place])
+    for index, advantage in enumerate(tokens.advantages):
+        ratio = math.exp(tokens.logprobs[index] - tokens.proximal[index])
         bound = min(max(ratio, 0.8), 1.2) * advantage
-        terms[place] = min(ratio * advantage, bound)
-        slopes[place] = 0.0 if bound < ratio * advantage else ratio * advantage
+        terms[index] = min(ratio * advantage, bound)
+        slopes[index] = 0.0 if bound < ratio * advantage else ratio * advantage
         clipped += bound < ratio * advantage
     return terms, slopes, clipped
 
@@ -93,8 +93,8 @@ def test_a_shipped_loss_equals_its_reference(
         loss = policy_loss.total
         loss.backward()
         assert logprobs.grad is not None
-        found, expected = logprobs.grad.double().numpy(), -weights * slopes
-        assert np.abs(found - expected).max() <= close * max(1.0, np.abs(expected).max())
+        gradient, expected = logprobs.grad.double().numpy(), -weights * slopes
+        assert np.abs(gradient - expected).max() <= close * max(1.0, np.abs(expected).max())
         assert loss.item() == pytest.approx(
             -(weights * terms).sum(), rel=10 * close, abs=10 * close
         )

@@ -1,4 +1,4 @@
-"""Ranks: the GPU that each takes, what Megatron must not import, and which one hangs."""
+"""Ranks take their GPUs, Megatron imports no forbidden package, and a hanging rank is named."""
 
 import faulthandler
 import logging
@@ -21,7 +21,7 @@ from areal_hpc.trainer.process_groups import _set_device
 
 
 def show_gpus(monkeypatch: pytest.MonkeyPatch, visible: int) -> list[int]:
-    """A machine that shows so many; the devices that are set there."""
+    """Stand for a machine with that many GPUs; return the list of devices that are set."""
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -41,8 +41,8 @@ def test_each_rank_takes_its_gpu(
     monkeypatch: pytest.MonkeyPatch, visible: int, setting: str, expected: list[int]
 ) -> None:
     taken = show_gpus(monkeypatch, visible)
-    found = [_set_device(setting, rank) for rank in range(3)]
-    assert found == [torch.device("cuda", index) for index in expected]
+    devices = [_set_device(setting, rank) for rank in range(3)]
+    assert devices == [torch.device("cuda", index) for index in expected]
     assert taken == expected
 
 
@@ -51,11 +51,11 @@ def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ClusterError, match="--gpus-per-task=1") as refusal:
         _set_device("cuda", 3)
-    said = str(refusal.value)
-    assert "local rank 3 of the trainer needs a GPU of its own, and 2 are visible" in said
-    assert "CUDA_VISIBLE_DEVICES='4,5'" in said
-    assert "--gpu-bind" in said
-    assert "at: cluster.slurm.srun" in said
+    message = str(refusal.value)
+    assert "local rank 3 of the trainer needs a GPU of its own, and 2 are visible" in message
+    assert "CUDA_VISIBLE_DEVICES='4,5'" in message
+    assert "--gpu-bind" in message
+    assert "at: cluster.slurm.srun" in message
     assert taken == []
 
 
@@ -69,7 +69,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> Path:
-    """A folder with both packages, either of which fails when it is imported."""
+    """Folder with both packages, either of which fails when it is imported."""
     for name in MEGATRON_REPLACEMENTS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise AssertionError('imported')\n")
@@ -97,38 +97,38 @@ def dumps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def lines() -> list[str]:
     return []
 
 
 @pytest.fixture
-def ranks(told: list[str]) -> list[RankProgress]:
+def ranks(lines: list[str]) -> list[RankProgress]:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    return [RankProgress(store, rank, 3, told.append, hang_s=60) for rank in range(3)]
+    return [RankProgress(store, rank, 3, lines.append, hang_s=60) for rank in range(3)]
 
 
 def look(ranks: list[RankProgress], now: float) -> None:
-    for one in reversed(ranks):  # rank 0 sees what the others wrote
-        one.watch_once(now)
+    for rank in reversed(ranks):  # rank 0 sees what the others wrote
+        rank.watch_once(now)
 
 
 def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
-    ranks: list[RankProgress], told: list[str], dumps: list[str], caplog: pytest.LogCaptureFixture
+    ranks: list[RankProgress], lines: list[str], dumps: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    for one in ranks:
-        one.record_place("forward passes")
+    for rank in ranks:
+        rank.record_place("forward passes")
     look(ranks, 0.0)
-    for one in ranks[:2]:
-        one.record_place("the optimizer's step")
+    for rank in ranks[:2]:
+        rank.record_place("the optimizer's step")
     look(ranks, 10.0)
     look(ranks, 59.0)
-    assert (told, dumps) == ([], [])
+    assert (lines, dumps) == ([], [])
     for now in (61.0, 75.0, 90.0, 600.0):
         look(ranks, now)
-    assert told[-1].startswith("behind all others: rank 2 at forward passes for ")
-    assert "ranks 0-1 at the optimizer's step for " in told[-1]
-    assert len(told) == 2, "rank 2, then those that wait for it"
+    assert lines[-1].startswith("behind all others: rank 2 at forward passes for ")
+    assert "ranks 0-1 at the optimizer's step for " in lines[-1]
+    assert len(lines) == 2, "rank 2, then those that wait for it"
     assert len(dumps) == 3, "a stack in each rank's log"
     assert "the trainer stands still: behind all others: rank 2" in caplog.text
 
@@ -143,8 +143,8 @@ def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
 def test_a_collective_that_is_late_says_who_hangs(
     message: str, ranks: list[RankProgress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for one in ranks:
-        one.record_place("forward passes")
+    for rank in ranks:
+        rank.record_place("forward passes")
     ranks[0].record_place("the optimizer's step")
     look(ranks, 0.0)
     monkeypatch.setattr(collectives, "_active_progress", ranks[0])

@@ -60,16 +60,16 @@ def test_k1_in_the_reward_is_exact(kind: str, credit: str, baseline: str) -> Non
         {"kl": {"coef": COEF}, "credit": credit, "baseline": baseline, **EXACT}
     )
     task = make_penalized_task(kind, 1.0)
-    found = compute_expected_gradient(task, objective)
-    assert measure_cosine(found, task.truth) >= 1 - 1e-9
-    assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(task.truth), rel=1e-6)
+    gradient = compute_expected_gradient(task, objective)
+    assert measure_cosine(gradient, task.truth) >= 1 - 1e-9
+    assert np.linalg.norm(gradient) == pytest.approx(np.linalg.norm(task.truth), rel=1e-6)
     unpenalized = make_task(task.episodes, task.policy).truth
-    assert measure_cosine(found, unpenalized) < 0.95, "the penalty matters"
+    assert measure_cosine(gradient, unpenalized) < 0.95, "the penalty matters"
 
 
 @pytest.mark.parametrize(("estimator", "near", "far"), [("k2", 0.999, 0.96), ("k3", 0.999, 0.90)])
 def test_the_loss_misses_what_a_token_does_later(estimator: str, near: float, far: float) -> None:
-    """As measured, k2 .9998 to .976 and k3 .9994 to .948 for noise of .1 to 1 on all logits."""
+    """Measured k2: .9998 to .976, and k3: .9994 to .948, for noise of .1 to 1 on all logits."""
     objective = ObjectiveConfig.model_validate({
         "kl": {"coef": COEF, "placement": "loss", "estimator": estimator},
         "baseline": "none", **EXACT,
@@ -113,9 +113,9 @@ def test_a_teacher_adds_to_the_advantage_of_each_token() -> None:
     scores = BatchScores(start, None, teacher)
     built = build_rows(rows, WeightVersion(1, 0), forks, objective, scores)
     without = build_rows(rows, WeightVersion(1, 0), forks, plain)
-    for place, (one, other) in enumerate(zip(built, without, strict=True)):
-        expected = other.channels["advantage"] + 0.5 * (teacher[place] - start[place])
-        np.testing.assert_allclose(one.channels["advantage"], expected, rtol=1e-6)
+    for index, (taught, other) in enumerate(zip(built, without, strict=True)):
+        expected = other.channels["advantage"] + 0.5 * (teacher[index] - start[index])
+        np.testing.assert_allclose(taught.channels["advantage"], expected, rtol=1e-6)
     assert objective.advantages_need_logprobs
 
 
@@ -137,7 +137,7 @@ def test_a_known_bias_is_seen() -> None:
 
 
 def settings(correction: str, **bounds: float | str) -> dict[str, Any]:
-    """Of an objective, without the prefix that all its keys of this kind have."""
+    """Return keys of an objective; those of bounds get their common prefix."""
     prefixed = {f"off_policy_correction_{name}": value for name, value in bounds.items()}
     return {"off_policy_correction": correction, **prefixed}
 
@@ -175,19 +175,19 @@ TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
 def slowly(
     proximal: list[float], behavior: list[float], row: list[int], config: ObjectiveConfig
 ) -> dict[str, list[float]]:
-    """What `compute_importance_weights` should say, token by token, in double precision."""
+    """Compute importance weights token by token, in double precision."""
     logs = [p - b for p, b in zip(proximal, behavior, strict=True)]
     kls = [math.exp(x) - 1 - x for x in logs]
 
     def over(values: list[float], own: int, agg: str = "mean") -> float:
-        found = np.array([v for v, other in zip(values, row, strict=True) if other == own])
-        return float({"mean": found.mean(), "sum": found.sum(), "max": found.max()}[agg])
+        selected = np.array([v for v, other in zip(values, row, strict=True) if other == own])
+        return float({"mean": selected.mean(), "sum": selected.sum(), "max": selected.max()}[agg])
 
     kind, metric = config.off_policy_correction, config.off_policy_correction_metric
     measured = {"ratio": logs, "kl": kls, "k1": logs, "k2": [x * x / 2 for x in logs]}[metric]
     low, high = config.off_policy_correction_low, config.off_policy_correction_high
     by_row = config.off_policy_correction_level == "sequence" and kind != "none"
-    found: dict[str, list[float]] = {"weight": [], "raw": [], "outside": [], "kl": kls}
+    results: dict[str, list[float]] = {"weight": [], "raw": [], "outside": [], "kl": kls}
     for log, value, own in zip(logs, measured, row, strict=True):
         raw = math.exp(over(logs, own) if by_row and metric == "ratio" else log)
         judged = over(measured, own, config.off_policy_correction_agg) if by_row else value
@@ -196,8 +196,8 @@ def slowly(
         clamped = min(max(raw, low), high) if outside else raw
         weight = {"none": 1.0, "mask": 0.0 if outside else raw, "clamp": clamped}[kind]
         for name, value in (("weight", weight), ("raw", raw), ("outside", outside)):
-            found[name].append(value)
-    return found
+            results[name].append(value)
+    return results
 
 
 @pytest.mark.parametrize("chosen", SETTINGS, ids=lambda one: "-".join(map(str, one.values())))
@@ -208,22 +208,22 @@ def test_matches_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, i
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
     rows = TokenRowMap(torch.tensor(row, dtype=torch.long), 4)
     both = torch.tensor([proximal, behavior], dtype=torch.float64)
-    found = compute_importance_weights(both[0], both[1], rows, config)
-    np.testing.assert_allclose(found.weight_N, expected["weight"], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.raw_N, expected["raw"], rtol=1e-9)
-    np.testing.assert_allclose(found.kl_N, expected["kl"], rtol=1e-6, atol=1e-12)
-    assert found.outside_N.tolist() == expected["outside"]
+    weights = compute_importance_weights(both[0], both[1], rows, config)
+    np.testing.assert_allclose(weights.weight_N, expected["weight"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(weights.raw_N, expected["raw"], rtol=1e-9)
+    np.testing.assert_allclose(weights.kl_N, expected["kl"], rtol=1e-6, atol=1e-12)
+    assert weights.outside_N.tolist() == expected["outside"]
 
 
 @pytest.mark.parametrize("chosen", SETTINGS[1:])
 def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None:
     rows = TokenRowMap(torch.tensor([0, 1]), 2)
     behavior = torch.tensor([float("nan"), -1.0])
-    found = compute_importance_weights(
+    weights = compute_importance_weights(
         torch.tensor([-1.0, -1.0]), behavior, rows, ObjectiveConfig(**chosen)
     )
-    assert found.weight_N[0].isnan()
-    assert found.weight_N[1] == 1.0
+    assert weights.weight_N[0].isnan()
+    assert weights.weight_N[1] == 1.0
 
 
 @pytest.mark.parametrize(

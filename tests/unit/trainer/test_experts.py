@@ -46,16 +46,16 @@ def test_outputs_and_gradients_are_those_of_the_loop(counts: list[int]) -> None:
     weights_R = torch.rand(sum(counts), generator=chance, requires_grad=True)
     direction_RH = torch.randn(sum(counts), HIDDEN, generator=chance)
     inputs = [rows_RH, weights_R, *experts.parameters()]
-    found, bias = experts(rows_RH, torch.tensor(counts), weights_R)
+    output, bias = experts(rows_RH, torch.tensor(counts), weights_R)
     expected = loop(experts, rows_RH, counts, weights_R)
     assert bias is None
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    for one, other in zip(
-        torch.autograd.grad((found * direction_RH).sum(), inputs),
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-6)
+    for gradient, other in zip(
+        torch.autograd.grad((output * direction_RH).sum(), inputs),
         torch.autograd.grad((expected * direction_RH).sum(), inputs),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-5)
 
 
 def test_an_expert_without_rows_gets_no_gradient_whatever_a_kernel_leaves_there() -> None:

@@ -1,4 +1,4 @@
-"""A critic's values become advantages and returns, against references written out literally."""
+"""Advantages and returns from a critic's values equal references written out literally."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,13 +30,13 @@ from tests.support.toy_tasks import (
 )
 
 BEGINNING = 99
-"""The parent of a reply that begins a conversation."""
-Found = dict[tuple[int, int, int], tuple[float, float]]
+"""Parent of a reply that begins a conversation."""
+Pairs = dict[tuple[int, int, int], tuple[float, float]]
 """Advantage and return of each trained token, by its ticket, episode and id, unique there."""
 
 
 def value_of(ticket: int, episode: int, token: int) -> float:
-    """What the critic says before a token, whatever row it lies in."""
+    """Return the critic's value before a token, the same in every row."""
     return float(np.float32(np.sin(1.0 + token + 17 * episode + 31 * ticket)))
 
 
@@ -47,30 +47,30 @@ def make_objective(**keys: Any) -> ObjectiveConfig:
 
 def estimate(
     rows: list[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores | None = None
-) -> Found:
+) -> Pairs:
     values = [
-        np.array([value_of(row.ticket_id, row.episode, int(one)) for one in row.input_ids_T],
+        np.array([value_of(row.ticket_id, row.episode, int(id_)) for id_ in row.input_ids_T],
                  np.float32)
         for row in rows
     ]  # fmt: skip
     scores = replace(scores or BatchScores(), values=values)
     built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective, scores)
-    found: Found = {}
-    for row, one in zip(rows, built, strict=True):
-        for place in np.flatnonzero(one.loss_mask_T):
-            key = (row.ticket_id, row.episode, int(row.input_ids_T[place]))
-            assert key not in found
-            channels = one.channels
-            found[key] = (
-                float(channels[Channel.ADVANTAGE][place]),
-                float(channels.get(Channel.RETURN, channels[Channel.ADVANTAGE])[place]),
+    pairs: Pairs = {}
+    for row, training_row in zip(rows, built, strict=True):
+        for index in np.flatnonzero(training_row.loss_mask_T):
+            key = (row.ticket_id, row.episode, int(row.input_ids_T[index]))
+            assert key not in pairs
+            channels = training_row.channels
+            pairs[key] = (
+                float(channels[Channel.ADVANTAGE][index]),
+                float(channels.get(Channel.RETURN, channels[Channel.ADVANTAGE])[index]),
             )
-    return found
+    return pairs
 
 
 def make_conversation(lengths: list[int], rewards: list[float | None]) -> list[MadeUpTurn]:
     parents = [BEGINNING, *range(len(lengths) - 1)]
-    return [MadeUpTurn(*one) for one in zip(parents, rewards, lengths, strict=True)]
+    return [MadeUpTurn(*fields) for fields in zip(parents, rewards, lengths, strict=True)]
 
 
 CONVERSATIONS = st.integers(1, 4).flatmap(
@@ -92,18 +92,18 @@ def test_advantages_are_sums_of_discounted_errors(
 ) -> None:
     lengths, rewards = conversation
     rows = build_batch([[make_conversation(lengths, [*rewards])]], ExportSettings())
-    found = estimate(rows, make_objective(credit=credit, discount=discount, gae_lambda=gae_lambda))
+    pairs = estimate(rows, make_objective(credit=credit, discount=discount, gae_lambda=gae_lambda))
     values = [
-        [value_of(0, 0, 10 * turn + place) for place in range(length)]
+        [value_of(0, 0, 10 * turn + index) for index in range(length)]
         for turn, length in enumerate(lengths)
     ]
     given_ = rewards if credit == "turn" else [0.0] * (len(rewards) - 1) + [sum(rewards)]
     turns = list(zip(values, given_, strict=True))
     expected = np.concatenate(sum_discounted_errors(turns, discount, gae_lambda))
-    flat = [value for own in values for value in own]
-    for (advantage, aim), one, value in zip(found.values(), expected, flat, strict=True):
-        assert advantage == pytest.approx(one, rel=1e-6, abs=1e-6), "stored in float32"
-        assert aim == pytest.approx(one + value, rel=1e-6, abs=1e-6)
+    flat = [value for turn_values in values for value in turn_values]
+    for (advantage, aim), total, value in zip(pairs.values(), expected, flat, strict=True):
+        assert advantage == pytest.approx(total, rel=1e-6, abs=1e-6), "stored in float32"
+        assert aim == pytest.approx(total + value, rel=1e-6, abs=1e-6)
 
 
 @st.composite
@@ -123,25 +123,25 @@ BATCHES = st.lists(st.lists(made_up_trees(), min_size=1, max_size=3), min_size=1
        credit=st.sampled_from(["episode", "turn"]))  # fmt: skip
 def test_rows_decide_nothing(groups: list[list[list[MadeUpTurn]]], unit: str, credit: str) -> None:
     objective = make_objective(gae_unit=unit, credit=credit, discount=0.9)
-    one, other = (
+    first, second = (
         estimate(build_batch(groups, settings_), objective)
         for settings_ in (ExportSettings("individual"), ExportSettings("concat"))
     )
-    assert one.keys() == other.keys()
-    for key, pair in one.items():
-        assert pair == pytest.approx(other[key], rel=1e-6, abs=1e-6)
+    assert first.keys() == second.keys()
+    for key, pair in first.items():
+        assert pair == pytest.approx(second[key], rel=1e-6, abs=1e-6)
 
 
 @given(groups=BATCHES, credit=st.sampled_from(["episode", "turn"]))
 def test_a_value_may_be_a_baseline(groups: list[list[list[MadeUpTurn]]], credit: str) -> None:
-    """With a critic that says nothing, what a reply earned; else as much less, also in a tree."""
+    """Advantages are a reply's earnings less the critic's value, also in a tree."""
     rows = build_batch(groups, ExportSettings())
     earned = estimate(
         rows,
         ObjectiveConfig(baseline="none", scale_rewards="none", credit=credit),  # type: ignore[arg-type]
     )
-    found = estimate(rows, make_objective(credit=credit, gae_lambda=1.0))
-    for (ticket, episode, token), (advantage, aim) in found.items():
+    pairs = estimate(rows, make_objective(credit=credit, gae_lambda=1.0))
+    for (ticket, episode, token), (advantage, aim) in pairs.items():
         value, (times_weight, _) = value_of(ticket, episode, token), earned[ticket, episode, token]
         if times_weight == 0.0:
             continue  # earned nothing, or is not reached
@@ -154,50 +154,50 @@ def test_a_turn_as_a_step_gives_the_numbers_of_areal() -> None:
     """V_u before its first token, delta_u = r_u + g V_u+1 - V_u, A_u to all of its tokens."""
     rows = build_batch([[make_conversation([2, 3], [0.5, 2.0])]], ExportSettings())
     objective = make_objective(credit="turn", gae_unit="turn", discount=0.9, gae_lambda=0.8)
-    found = estimate(rows, objective)
+    estimates = estimate(rows, objective)
     first, second = value_of(0, 0, 0), value_of(0, 0, 10)
     late = 2.0 - second
     early = 0.5 + 0.9 * second - first + 0.9 * 0.8 * late
     pairs = [(early, early + first)] * 2 + [(late, late + second)] * 3
-    for one, expected in zip(found.values(), pairs, strict=True):
-        assert one == pytest.approx(expected, rel=1e-6)
+    for pair, expected in zip(estimates.values(), pairs, strict=True):
+        assert pair == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_branch_is_followed_by_the_mean_of_both() -> None:
     turns = [MadeUpTurn(BEGINNING, None), MadeUpTurn(0, 1.0), MadeUpTurn(0, 0.0)]
     rows = build_batch([[turns]], ExportSettings())
-    found = estimate(rows, make_objective(credit="turn", gae_lambda=1.0))
-    assert found[0, 0, 0][1] == pytest.approx(0.5)
-    assert found[0, 0, 10] == pytest.approx(((1.0 - value_of(0, 0, 10)) / 2, 1.0), rel=1e-6)
+    pairs = estimate(rows, make_objective(credit="turn", gae_lambda=1.0))
+    assert pairs[0, 0, 0][1] == pytest.approx(0.5)
+    assert pairs[0, 0, 10] == pytest.approx(((1.0 - value_of(0, 0, 10)) / 2, 1.0), rel=1e-6)
 
 
 def test_a_penalty_is_taken_off_at_each_token() -> None:
     rows = build_batch([[make_conversation([2], [1.0])]], ExportSettings())
     start = [np.where(row.loss_mask_T != 0, 0.25, 0.0).astype(np.float32) for row in rows]
-    scores = BatchScores(start, [np.zeros_like(one) for one in start])
+    scores = BatchScores(start, [np.zeros_like(part) for part in start])
     objective = make_objective(gae_lambda=1.0, kl={"coef": 2.0})
-    found = estimate(rows, objective, scores)
-    assert [aim for _, aim in found.values()] == pytest.approx([0.0, 0.5])
+    pairs = estimate(rows, objective, scores)
+    assert [aim for _, aim in pairs.values()] == pytest.approx([0.0, 0.5])
 
 
 def test_a_reply_that_is_not_trained_hands_its_reward_on() -> None:
     """The second reply is greedy: no token of it is a step."""
     turns = [MadeUpTurn(BEGINNING, 0.0), MadeUpTurn(0, 1.0, is_greedy=True)]
     rows = build_batch([[turns]], ExportSettings())
-    found = estimate(rows, make_objective(credit="turn", gae_lambda=0.0))
-    assert [*found] == [(0, 0, 0), (0, 0, 1)]
-    assert found[0, 0, 1][1] == pytest.approx(1.0)
+    pairs = estimate(rows, make_objective(credit="turn", gae_lambda=0.0))
+    assert [*pairs] == [(0, 0, 0), (0, 0, 1)]
+    assert pairs[0, 0, 1][1] == pytest.approx(1.0)
 
 
 EXACT: dict[str, Any] = {"surrogate": "none", "loss_agg": "seq_mean_token_sum"}
 
 
 def measure_bias(task: ToyTask, critic: Any, gae_lambda: float, credit: str = "turn") -> float:
-    """One less the cosine of the expected gradient with the true one."""
+    """Return 1 minus the cosine of the expected gradient and the true one."""
     objective = make_objective(credit=credit, gae_lambda=gae_lambda, **EXACT)
     alone = replace(task, critic=critic, begun=1)  # groups are not compared
-    found = compute_expected_gradient(alone, objective)
-    return 1 - measure_cosine(found, task.truth)
+    gradient = compute_expected_gradient(alone, objective)
+    return 1 - measure_cosine(gradient, task.truth)
 
 
 @pytest.mark.parametrize("kind", ["graded", "turn"])
@@ -225,7 +225,7 @@ def test_the_value_loss_equals_the_reference(clip_value: float | None) -> None:
         expected, slopes = value_loss_and_gradient(values, before, returns, clip_value)
         for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
             values_N = torch.tensor(values, dtype=dtype, requires_grad=True)
-            before_N, returns_N = (torch.tensor(one, dtype=dtype) for one in (before, returns))
+            before_N, returns_N = (torch.tensor(array, dtype=dtype) for array in (before, returns))
             total, sums = compute_value_loss(values_N, before_N, returns_N, clip_value)
             (total / 30).backward()
             assert total.item() / 30 == pytest.approx(expected, rel=bound * 10)
@@ -237,7 +237,7 @@ def test_the_value_loss_equals_the_reference(clip_value: float | None) -> None:
 
 
 def test_values_that_moved_within_the_clip_are_not_counted_as_clipped() -> None:
-    """One of them moved by .013, where .2 is the clip: its sum with the value before is rounded."""
+    """One value moved by .013 under a clip of .2: its sum with the value before is rounded."""
     before = torch.tensor([0.01703648827970028, 0.5, 0.5])
     values = torch.tensor([0.004138512071222067, 0.9, 0.1])
     _, sums = compute_value_loss(values, before, torch.zeros(3), clip_value=0.2)

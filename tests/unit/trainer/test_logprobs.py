@@ -29,7 +29,7 @@ from tests.support.plain_torch import (
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
 BFLOAT16_ERROR = 2**-8
-"""Of rounding a number, as a share of it."""
+"""Relative error of rounding a number."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture(params=[1, 40, 1 << 18])
 def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """One row, a few rows, or all rows at a time."""
+    """Chunks of one row, a few rows, or all rows."""
     monkeypatch.setitem(elementwise.CHUNK_ELEMENTS_BY_DEVICE, "cpu", request.param)
     return int(request.param)
 
@@ -51,17 +51,17 @@ def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def draw_sampleable_tokens(
     generator: torch.Generator, labels: torch.Tensor, forbids: bool
 ) -> tuple[SampleableTokens, torch.Tensor]:
-    """What is listed of each row, and which tokens it keeps; `forbids`: every second row lists
-    the others."""
+    """Draw the ids that each row lists, and the mask of tokens that it keeps; with `forbids`, every
+    second row lists the others."""
     is_kept = torch.rand(ROWS, VOCAB, generator=generator) < 0.4
     is_kept[torch.arange(ROWS), labels] = True
-    is_kept[3] = True  # all of them: noted as none
+    is_kept[3] = True  # all of them, recorded as none
     forbids_N = (torch.arange(ROWS) % 2 == 0) & forbids
     is_listed = is_kept ^ forbids_N[:, None]
     listed = [[] if row == 3 else is_listed[row].nonzero()[:, 0].tolist() for row in range(ROWS)]
-    counts = torch.tensor([len(one) for one in listed])
+    counts = torch.tensor([len(row_ids) for row_ids in listed])
     starts = [0, *counts.cumsum(0).tolist()]
-    ids = torch.tensor([token for one in listed for token in one])
+    ids = torch.tensor([token for row_ids in listed for token in row_ids])
     rows = torch.arange(ROWS).repeat_interleave(counts)
     return SampleableTokens(ids, rows, starts, forbids_N), is_kept
 
@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_a_log_softmax_in_float64(
     sampleable: str,
     weights: tuple[float, float],
 ) -> None:
-    """Of log-probabilities and entropies, each with a weight, over the tokens that could be."""
+    """Log-probabilities and entropies, each with a weight, over the tokens that could be drawn."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
     labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
@@ -135,7 +135,7 @@ def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) ->
 STATES, HIDDEN, WORDS = 40, 64, 1000
 LOGIT_STD = 12.0
 MOST_ERROR = 2e-5
-"""Of a log-probability, in nats."""
+"""Error of a log-probability, in nats."""
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def hidden() -> torch.Tensor:
 
 @pytest.fixture(params=[300, 1 << 14], ids=["blocks", "whole"])
 def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Of a head that is taken some columns at a time, or whole."""
+    """Weight of a head that is taken some columns at a time, or whole."""
     monkeypatch.setattr(logprobs, "VOCAB_BLOCK_COLUMNS", request.param)
     drawn = torch.randn(WORDS, HIDDEN, generator=torch.Generator().manual_seed(2))
     scaled: torch.Tensor = drawn * (LOGIT_STD / HIDDEN**0.5)
@@ -153,8 +153,8 @@ def weight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def measure_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
-    found, expected = (one.double().log_softmax(-1) for one in (logits, exact))
-    return float((found - expected).abs().max())
+    actual, expected = (scores.double().log_softmax(-1) for scores in (logits, exact))
+    return float((actual - expected).abs().max())
 
 
 def test_log_probabilities_are_those_of_float64(hidden: torch.Tensor, weight: torch.Tensor) -> None:
@@ -172,14 +172,14 @@ def test_gradients_are_as_exact_as_their_inputs(hidden: torch.Tensor, weight: to
     weight.requires_grad_()
     (compute_float32_logits(hidden, weight) * slopes).sum().backward()
     rounded = slopes.bfloat16().double()
-    for found, expected in (
+    for gradient, expected in (
         (hidden.grad, rounded @ weight.detach().double()),
         (weight.grad, rounded.T @ hidden.detach().double()),
     ):
-        assert found is not None
-        # What is left is the rounding of the result to bfloat16, and of sums in float32.
+        assert gradient is not None
+        # The remaining error is the rounding of the result to bfloat16, and of sums in float32.
         bound = expected.abs() * BFLOAT16_ERROR + 1e-4
-        assert bool(((found.double() - expected).abs() <= bound).all())
+        assert bool(((gradient.double() - expected).abs() <= bound).all())
 
 
 def test_no_row_is_no_gradient(hidden: torch.Tensor, weight: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ def attend_as_flash(
     query: Any, key: Any, value: Any, query_starts: Any, key_starts: Any, *sizes: Any,
     scale: float, window_size_left: int | None, window_size_right: int | None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
-    """PyTorch's operator written out: causal, and its window, aligned at each segment's end."""
+    """Compute PyTorch's operator: causal, its window aligned at each segment's end."""
     assert sizes[2:] == (0.0, True, False), "no dropout, causal"
     assert window_size_right == (None if window_size_left is None else 0)
     copies = query.shape[1] // key.shape[1]
@@ -240,9 +240,9 @@ def attend_as_flash(
         keys = slice(*key_starts[segment : segment + 2].tolist())
         scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys]) * scale
         last = torch.arange(scores.shape[1])[:, None] + scores.shape[2] - scores.shape[1]
-        place = torch.arange(scores.shape[2])
+        position = torch.arange(scores.shape[2])
         left = scores.shape[2] if window_size_left is None else window_size_left
-        sees = (place <= last) & (place >= last - left)
+        sees = (position <= last) & (position >= last - left)
         weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
         attended.append(torch.einsum("hqk,khd->qhd", weights, value[keys]))
     return (torch.cat(attended),)
@@ -260,12 +260,12 @@ def test_the_flash_kernel_is_asked_for_plain_attention(
         torch.randn(48, heads, 8, dtype=torch.float64).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    found = attend_over_ranks(plan_varlen_attention, parts, lengths, SCALE, cp, window)
-    check_gradients(found, attend_plainly(parts, lengths, SCALE, window), parts)
+    output = attend_over_ranks(plan_varlen_attention, parts, lengths, SCALE, cp, window)
+    check_gradients(output, attend_plainly(parts, lengths, SCALE, window), parts)
 
 
 def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:
-    """On tensors without data: signature, shapes, grouped heads and the gradient's formula."""
+    """Tensors without data check signature, shapes, grouped heads and the gradient's formula."""
     meta = torch.device("meta")
     plan = plan_varlen_attention(np.array([8, 16]), cp=2, cp_rank=0, device=meta)
     parts = [

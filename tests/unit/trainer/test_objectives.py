@@ -1,4 +1,4 @@
-"""Every surrogate and aggregation against float64, and mini-batches against the whole batch."""
+"""Surrogates and aggregations equal float64 references, and mini-batches the whole batch."""
 
 import itertools
 import math
@@ -51,7 +51,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 def compute(
     tokens: Tokens, objective: ObjectiveConfig, dtype: torch.dtype = torch.float64, parts: int = 1
 ) -> tuple[float, np.ndarray[Any, Any], int]:
-    """The loss as the trainer computes it, over mini-batches of rows at frozen weights."""
+    """Compute the loss as the trainer does, over mini-batches of rows at frozen weights."""
     logprobs = torch.tensor(tokens.logprobs, dtype=dtype, requires_grad=True)
     rows = list(range(int(tokens.rows.max()) + 1))
     lengths = [int((tokens.rows == row).sum()) for row in rows]
@@ -61,22 +61,22 @@ def compute(
     factors = compute_minibatch_factors([sum(lengths[row] for row in part) for part in dealt])
     loss, clipped = torch.zeros((), dtype=dtype), 0
     for part, factor in zip(dealt, factors, strict=True):
-        own = np.flatnonzero(np.isin(tokens.rows, part))
+        indices = np.flatnonzero(np.isin(tokens.rows, part))
         proximal, behavior, advantages = (
-            torch.tensor(values[own], dtype=dtype)
+            torch.tensor(values[indices], dtype=dtype)
             for values in (tokens.proximal, tokens.behavior, tokens.advantages)
         )
-        row_map = TokenRowMap(torch.tensor(tokens.rows[own]), len(rows))
-        scale = None if scales is None else torch.tensor(scales, dtype=dtype)[tokens.rows[own]]
+        row_map = TokenRowMap(torch.tensor(tokens.rows[indices]), len(rows))
+        scale = None if scales is None else torch.tensor(scales, dtype=dtype)[tokens.rows[indices]]
         reference = None
         if objective.kl.coef and tokens.reference is not None:
-            reference = torch.tensor(tokens.reference[own], dtype=dtype)
+            reference = torch.tensor(tokens.reference[indices], dtype=dtype)
         part_loss = compute_policy_loss(
-            *(logprobs[own], proximal, behavior, advantages),
+            *(logprobs[indices], proximal, behavior, advantages),
             *(row_map, objective, scale),
             reference_N=reference,
         )
-        loss = loss + part_loss.total * factor / len(own) / parts
+        loss = loss + part_loss.total * factor / len(indices) / parts
         clipped += int(part_loss.sums["clipped"])
     loss.backward()
     assert logprobs.grad is not None
@@ -106,20 +106,20 @@ def test_loss_and_gradient_equal_the_reference(
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda one: one["loss_agg"])
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_minibatch_gradients_have_the_full_mean(aggregation: dict[str, Any], parts: int) -> None:
-    """Each part divided by its own tokens before: a token weighed up to twice another."""
+    """Each part was divided by its own tokens before: a token weighed up to twice another."""
     for surrogate in SURROGATES:
         objective = ObjectiveConfig(**surrogate, **aggregation)
         tokens = make_tokens(9, count=60, rows=10)
-        whole, expected, _ = compute(tokens, objective)
-        loss, found, _ = compute(tokens, objective, parts=parts)
-        assert loss == pytest.approx(whole, rel=1e-12)
-        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
+        whole_loss, expected, _ = compute(tokens, objective)
+        loss, gradient, _ = compute(tokens, objective, parts=parts)
+        assert loss == pytest.approx(whole_loss, rel=1e-12)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
     """A ratio of e^12 made a gradient of 162,755."""
     objective = ObjectiveConfig(off_policy_correction="none", clip_dual=3.0)
-    tokens = Tokens(*(np.array([one]) for one in (-1.0, -13.0, -13.0, -1.0, 0, 0)))
+    tokens = Tokens(*(np.array([value]) for value in (-1.0, -13.0, -13.0, -1.0, 0, 0)))
     loss, gradient, clipped = compute(tokens, objective)
     assert (loss, gradient.tolist(), clipped) == (3.0, [0.0], 1)
     _, gradient, _ = compute(tokens, ObjectiveConfig(off_policy_correction="none"))
@@ -170,7 +170,7 @@ CONFIG = ObjectiveConfig(
 
 
 def rows(tokens: int) -> TokenRowMap:
-    """All tokens in one row."""
+    """Map all tokens to one row."""
     return TokenRowMap(torch.zeros(tokens, dtype=torch.long), 1)
 
 
@@ -187,26 +187,26 @@ def test_the_log_linear_estimate_is_exact_at_both_ends() -> None:
     assert interpolate_logprobs(held, behavior, ages, 0.0) is held
     # Half a step on: a fresh token's proximal policy is the one that sampled it; the others' are
     # 1 / 1.5 and 3 / 3.5 of the way.
-    found = interpolate_logprobs(held, behavior, ages, 0.5)
-    np.testing.assert_allclose(found, [-3.0, -3 + 2 / 1.5, -3 + 2 * 3 / 3.5], rtol=1e-6)
+    logprobs = interpolate_logprobs(held, behavior, ages, 0.5)
+    np.testing.assert_allclose(logprobs, [-3.0, -3 + 2 / 1.5, -3 + 2 * 3 / 3.5], rtol=1e-6)
 
 
 def test_with_a_whole_step_taken_the_estimate_is_areals() -> None:
     """`areal/trainer/ppo/actor.py`: alpha = (v - 1 - v_behave) / (v - v_behave)."""
     held, behavior = torch.tensor([-1.5, -2.2]), torch.tensor([-1.0, -2.0])
     # Sampled by 0 and 2, trained as version 4: the proximal one is 3, of ages 3 and 1.
-    found = interpolate_logprobs(held, behavior, torch.tensor([3.0, 1.0]), 1.0)
-    np.testing.assert_allclose(found, [-1.375, -2.1], rtol=1e-6)
+    logprobs = interpolate_logprobs(held, behavior, torch.tensor([3.0, 1.0]), 1.0)
+    np.testing.assert_allclose(logprobs, [-1.375, -2.1], rtol=1e-6)
 
 
 def test_mean_maximum_and_k3_are_those_of_the_tokens_that_are_compared() -> None:
     trainer, engine = torch.tensor([-1.0, -2.0, -5.0]), torch.tensor([-1.5, -2.0, 0.0])
-    found = measure_engine_mismatch(trainer, engine, torch.tensor([True, True, False]))
-    assert found.sums["compared"] == 2
-    assert found.sums["mismatch_abs"] == pytest.approx(0.5)
-    assert found.sums["mismatch_kl"] == pytest.approx(math.exp(0.5) - 1 - 0.5)
-    assert found.maxima["mismatch"] == 0.5
-    assert int(found.histograms["mismatch"].sum()) == 2
+    mismatch = measure_engine_mismatch(trainer, engine, torch.tensor([True, True, False]))
+    assert mismatch.sums["compared"] == 2
+    assert mismatch.sums["mismatch_abs"] == pytest.approx(0.5)
+    assert mismatch.sums["mismatch_kl"] == pytest.approx(math.exp(0.5) - 1 - 0.5)
+    assert mismatch.maxima["mismatch"] == 0.5
+    assert int(mismatch.histograms["mismatch"].sum()) == 2
 
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-3, 0.5, 40.0])
@@ -235,6 +235,6 @@ def test_no_tokens_equal_tokens_and_numbers_that_are_none_are_no_trouble() -> No
         == 0.0
     )
     odd = torch.tensor([math.nan, -math.inf])
-    found = measure_engine_mismatch(odd, torch.zeros(2), torch.ones(2, dtype=torch.bool))
-    assert math.isnan(found.sums["mismatch_abs"])
-    assert int(found.histograms["mismatch"].sum()) == 2
+    mismatch = measure_engine_mismatch(odd, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    assert math.isnan(mismatch.sums["mismatch_abs"])
+    assert int(mismatch.histograms["mismatch"].sum()) == 2

@@ -1,5 +1,4 @@
-"""Steps of an optimizer whose state is on the host, chunk after chunk, against torch's own; and
-steps by one kernel, which GPUs get, against those by many."""
+"""Optimizer steps with state on the host equal torch's bit for bit; schedules of steps."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 SIZES = (1000, 7, 4096)
 CHUNK = 256
-"""Elements: of the first parameter three whole ones and a rest, of the second less than one."""
+"""Elements of a chunk: the first parameter has three and a rest, the second less than one."""
 
 
 class Optimizer:
@@ -70,7 +69,7 @@ class Optimizer:
         moments = [self.adam.state[parameter] for parameter in self.parameters]
         return [
             *self.parameters,
-            *(one[name] for one in moments for name in ("step", *MOMENT_NAMES)),
+            *(state[name] for state in moments for name in ("step", *MOMENT_NAMES)),
         ]
 
 
@@ -83,8 +82,8 @@ def test_steps_have_the_same_bits(has_masters: bool, is_fused: bool) -> None:
     for seed in range(4):
         plain.step(seed)
         offloaded.step(seed)
-        for expected, found in zip(plain.content, offloaded.content, strict=True):
-            assert torch.equal(expected, found)
+        for expected, actual in zip(plain.content, offloaded.content, strict=True):
+            assert torch.equal(expected, actual)
         for weight, master in zip(offloaded.weights, plain.parameters, strict=has_masters):
             assert torch.equal(weight, master.bfloat16())
 
@@ -98,8 +97,8 @@ def test_what_is_lent_takes_no_memory_and_comes_back_when_no_step_is_taken() -> 
             assert parameter.untyped_storage().nbytes() == 4
             parameter.grad = torch.ones(size)
     assert all(parameter.grad is None for parameter in offloaded.parameters)
-    for expected, found in zip(before, offloaded.content, strict=True):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(before, offloaded.content, strict=True):
+        assert torch.equal(expected, actual)
 
 
 def test_large_activations_are_copied_and_parameters_stay() -> None:
@@ -112,11 +111,11 @@ def test_large_activations_are_copied_and_parameters_stay() -> None:
     kept_bytes = 4 * (large.numel() + 1024 * 512)  # the input, and the output of tanh
     assert kept_bytes > MIN_OFFLOADED_BYTES > 4 * 2 * 512
     assert offload.offloaded_bytes == kept_bytes
-    (found,) = torch.autograd.grad(total, [layer.weight])
+    (gradient,) = torch.autograd.grad(total, [layer.weight])
     (expected,) = torch.autograd.grad(
         layer(large).tanh().sum() + layer(small).tanh().sum(), [layer.weight]
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(gradient, expected)
 
 
 def test_the_rate_climbs_then_stays() -> None:
@@ -181,11 +180,11 @@ READY = ""
 
 
 def cell(*versions: str) -> DiscoveredReplicas:
-    """Its replicas, by the versions that they serve."""
-    return [found(at, "serving" if one else "ready", one) for at, one in enumerate(versions)]
+    """Make a cell's replicas by the versions that they serve."""
+    return [entry(at, "serving" if one else "ready", one) for at, one in enumerate(versions)]
 
 
-def found(index: int, state: ReplicaState, version: str = "") -> tuple[ReplicaKey, ReplicaView]:
+def entry(index: int, state: ReplicaState, version: str = "") -> tuple[ReplicaKey, ReplicaView]:
     key = ReplicaKey("evaluation", index, 1, 1, "http://relay", 0.0)
     return key, ReplicaView(index, 1, state, "http://replica", version)
 
@@ -202,7 +201,7 @@ def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
 
 @given(st.lists(st.sampled_from(["train", "give", "lose", "finish"]), max_size=60))
 def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves: list[str]) -> None:
-    """A cell of one replica: whenever it serves, what is under way is what it serves."""
+    """A cell of one replica serves the version under evaluation whenever it serves."""
     beside, step, held, judged = AsyncEvaluationTracker(SCHEDULE, -1), 0, READY, list[int]()
     for move in [*moves, *["train"] * TOTAL, *["give", "finish"] * 3]:
         if move == "train" and step < TOTAL:

@@ -1,4 +1,4 @@
-"""Demonstrations, what one may be; and how sequences are packed for ranks."""
+"""Sequences are packed for ranks with their masks; lines of a file become demonstrations."""
 
 import json
 from dataclasses import replace
@@ -64,29 +64,29 @@ def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackPara
     assert total % split.pack_multiple == 0
     assert total - sum(lengths) < len(lengths) * split.sequence_multiple + split.pack_multiple + 1
     assert {len(part.input_ids_T) for part in parts} == {total // split.cp}
-    held = np.concatenate([part.input_ids_T for part in parts])
-    expected = np.concatenate([np.zeros(0), *(one.input_ids_T for one in rows)])
-    assert sorted(held[held > 0]) == sorted(expected)
+    packed = np.concatenate([part.input_ids_T for part in parts])
+    expected = np.concatenate([np.zeros(0), *(row.input_ids_T for row in rows)])
+    assert sorted(packed[packed > 0]) == sorted(expected)
 
 
 @given(LENGTHS, SPLITS)
 def test_scored_tokens_name_their_sequence(lengths: list[int], split: PackParallelism) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
-    found = []
+    labeled = []
     for rank in range(split.cp):
         pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         places = pack.channels_N["place"]
-        # A channel is that of the predicted token; its position follows the one it is read at.
+        # A channel belongs to the predicted token, whose position follows the one it is read at.
         assert (pack.positions_T[pack.logit_indices_N] + 1 == places).all()
         labels, numbers = pack.labels_N.tolist(), pack.rows_N.tolist()
-        found += list(zip(numbers, labels, places.tolist(), strict=True))
+        labeled += list(zip(numbers, labels, places.tolist(), strict=True))
     expected = [
-        (number, int(token), float(place))
-        for number, one in enumerate(rows)
-        for place, (token, scored) in enumerate(zip(one.input_ids_T, one.loss_mask_T, strict=True))
-        if scored and place > 0
+        (number, int(token), float(index))
+        for number, row in enumerate(rows)
+        for index, (token, scored) in enumerate(zip(row.input_ids_T, row.loss_mask_T, strict=True))
+        if scored and index > 0
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(labeled) == sorted(expected)
 
 
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
@@ -98,35 +98,35 @@ def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
 @given(LENGTHS, SPLITS)
 def test_predicted_tokens_keep_masks_in_place(lengths: list[int], split: PackParallelism) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
-    for number in range(0, len(rows), 2):  # the others know of nothing that was left out
+    for number in range(0, len(rows), 2):  # the other rows have no mask
         generator = np.random.default_rng(number)
         counts = generator.integers(0, 4, lengths[number]).astype(np.uint16)
         ids = generator.integers(0, 1000, int(counts.sum())).astype(np.int32)
         rows[number] = replace(rows[number], sampling_mask=SamplingMask(counts, ids))
-    found = 0
+    count = 0
     for rank in range(split.cp):
         pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         if pack.sampling_mask_N is None:
-            assert all(one.sampling_mask is None for one in rows)
+            assert all(row.sampling_mask is None for row in rows)
             continue
         pieces = np.split(
             pack.sampling_mask_N.ids, np.cumsum(pack.sampling_mask_N.counts_T.astype(int))
         )[:-1]
         places = zip(pack.rows_N, pack.channels_N["place"], pieces, strict=True)
-        for number, place, piece in places:
+        for number, index, piece in places:
             mask = rows[number].sampling_mask
             if mask is None:
                 assert not len(piece)
                 continue
-            end = int(mask.counts_T[: int(place) + 1].sum())
-            assert piece.tolist() == mask.ids[end - mask.counts_T[int(place)] : end].tolist()
-            found += len(piece)
+            end = int(mask.counts_T[: int(index) + 1].sum())
+            assert piece.tolist() == mask.ids[end - mask.counts_T[int(index)] : end].tolist()
+            count += len(piece)
     counted = [
-        int(one.sampling_mask.counts_T[1:][one.loss_mask_T[1:] != 0].sum())
-        for one in rows
-        if one.sampling_mask is not None
+        int(row.sampling_mask.counts_T[1:][row.loss_mask_T[1:] != 0].sum())
+        for row in rows
+        if row.sampling_mask is not None
     ]
-    assert found == sum(counted)
+    assert count == sum(counted)
 
 
 GOOD = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]

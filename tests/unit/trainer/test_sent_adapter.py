@@ -1,4 +1,4 @@
-"""What is sent to servers that adapt their own base, counted on tensors without numbers."""
+"""Adapter that is sent to servers with their own base, counted on tensors without numbers."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def export_of(config: dict[str, Any], lora: LoraConfig) -> AdapterExport:
 
 def test_an_adapter_is_less_than_a_fiftieth_of_a_qwen3_4b() -> None:
     config, lora = json.loads(QWEN3_4B.read_bytes()), LoraConfig(rank=32, sync="adapter")
-    sent = sum(one.numel() for one in export_of(config, lora).read_tensors().values())
+    sent = sum(tensor.numel() for tensor in export_of(config, lora).read_tensors().values())
     arch = parse_architecture(config, "a")
     assert sent == count_adapter_parameters(arch, lora)
     assert sent <= count_model_parameters(arch) / 50

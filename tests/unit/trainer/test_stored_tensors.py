@@ -66,23 +66,23 @@ def test_any_part_can_be_read(file: Path) -> None:
 def test_what_is_read_in_order_is_read_once(file: Path) -> None:
     with counted_reads() as sizes, closing(RankFileReader(file, SIZE)) as reader:
         step = DIGEST_BLOCK_BYTES // 3 + 7
-        parts = [reader.read(at, min(step, SIZE - at)) for at in range(0, SIZE, step)]
+        parts = [reader.read(offset, min(step, SIZE - offset)) for offset in range(0, SIZE, step)]
     assert b"".join(parts) == CONTENT
     assert sum(sizes) == file.stat().st_size
 
 
 @pytest.mark.parametrize(
-    "place", [0, DIGEST_BLOCK_BYTES, SIZE - 1, SIZE, SIZE + 4 * DIGEST_BYTES - 1]
+    "offset", [0, DIGEST_BLOCK_BYTES, SIZE - 1, SIZE, SIZE + 4 * DIGEST_BYTES - 1]
 )
-def test_a_bit_that_flipped_is_noticed_where_it_is_read(file: Path, place: int) -> None:
+def test_a_bit_that_flipped_is_noticed_where_it_is_read(file: Path, offset: int) -> None:
     content = bytearray(file.read_bytes())
-    content[place] ^= 1
+    content[offset] ^= 1
     file.write_bytes(content)
     with closing(RankFileReader(file, SIZE)) as reader:
         with pytest.raises(ShardError, match="crc32"):
             reader.read(0, SIZE)
-        # Of the second block and the third only the second is changed, by one case.
-        if place != DIGEST_BLOCK_BYTES:
+        # Only one case changes the second block, of which this reads a part.
+        if offset != DIGEST_BLOCK_BYTES:
             assert (
                 reader.read(DIGEST_BLOCK_BYTES, 10)
                 == CONTENT[DIGEST_BLOCK_BYTES : DIGEST_BLOCK_BYTES + 10]
@@ -101,8 +101,8 @@ def test_the_blocks_of_every_range_have_its_numbers_in_order(shape: tuple[int, .
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     for start, stop in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
         boxes = split_flat_range(shape, start, stop)
-        found = [number for box in boxes for number in tensor[box.slices].flatten().tolist()]
-        assert found == list(range(start, stop))
+        numbers = [number for box in boxes for number in tensor[box.slices].flatten().tolist()]
+        assert numbers == list(range(start, stop))
         assert sum(box.numel for box in boxes) == stop - start
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for box in boxes:
@@ -116,19 +116,19 @@ def test_blocks_intersect_where_slices_do() -> None:
         for row, column in itertools.product(range(4), range(5))
         for rows, columns in itertools.product(range(1, 5 - row), range(1, 6 - column))
     ]
-    for one, other in itertools.product(edges[::3], edges[::5]):
+    for left, right in itertools.product(edges[::3], edges[::5]):
         marks.zero_()
-        marks[one.slices] += 1
-        marks[other.slices] += 1
-        common = intersect_boxes(one, other)
+        marks[left.slices] += 1
+        marks[right.slices] += 1
+        common = intersect_boxes(left, right)
         if common is None:
             assert marks.max() < 2
             continue
         assert (marks[common.slices] == 2).all()
         assert int((marks == 2).sum()) == common.numel
-        within = common.shift_to_coordinates_within(one)
-        assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
-        assert within.shift_from_within_to_whole(one) == common
+        within = common.shift_to_coordinates_within(left)
+        assert torch.equal(marks[left.slices][within.slices], marks[common.slices])
+        assert within.shift_from_within_to_whole(left) == common
         first, count = compute_flat_extent(shape, common)
         flat = torch.arange(20)[first : first + count]
         seen = flat.as_strided(common.sizes, compute_strides(shape))
@@ -141,7 +141,7 @@ TENSORS = {
     "c": torch.arange(30, dtype=torch.float32).reshape(6, 5).t(),
 }
 SPECS: list[HfTensorSpecWithDtype] = [
-    (name, tuple(one.shape), one.dtype) for name, one in TENSORS.items()
+    (name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()
 ]
 
 
@@ -157,18 +157,18 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("file_bytes", [1, 60, 10_000])
 def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: int) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     target = tmp_path / "model"
     write_hf_model_dir(
         TENSORS.items(), SPECS, source, target,
-        file_bytes=file_bytes, on_file=lambda *progress: told.append(progress),
+        file_bytes=file_bytes, on_file=lambda *progress: reports.append(progress),
     )  # fmt: skip
     files = sorted(target.glob("*.safetensors"))
     read = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
-    assert len(files) == len(told) == len(split_into_files(SPECS, file_bytes))
-    assert told[-1] == (48 + 8 + 120, 48 + 8 + 120)
+    assert len(files) == len(reports) == len(split_into_files(SPECS, file_bytes))
+    assert reports[-1] == (48 + 8 + 120, 48 + 8 + 120)
     assert (target / "model.safetensors.index.json").exists() is (len(files) > 1)
     checkpoint = HfModelReader(target)
     for name, shape, _ in SPECS:

@@ -22,7 +22,7 @@ FORKS = [GenerationFork(1, 0)]
 STRETCHES = st.lists(
     st.tuples(st.sampled_from([None, 3, 7, 9]), st.integers(1, 5)), min_size=1, max_size=6
 )
-"""Steps of the weights that sampled some tokens, None where nobody did; and how many tokens."""
+"""Steps of the weights that sampled tokens, None for no sampling, and numbers of tokens."""
 
 
 def row(
@@ -37,19 +37,19 @@ def row(
 @given(st.lists(STRETCHES, min_size=1, max_size=5))
 def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None, int]]]) -> None:
     rows[0].append((3, 1))  # a batch has at least one sampled token
-    found = summarize_tokens([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
-    steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]
-    ages = [9 - step for one in steps for step in one]
-    assert found["tokens/sampled"] == len(ages)
-    assert found["staleness/max"] == max(ages)
-    np.testing.assert_allclose(found["staleness/mean"], np.mean(ages))
-    assert found["staleness/mixed_version_rows"] == sum(len(set(one)) > 1 for one in steps)
+    summary = summarize_tokens([row(i, parts) for i, parts in enumerate(rows)], NOW, FORKS)
+    steps = [[step for step, tokens in parts for _ in range(tokens) if step] for parts in rows]
+    ages = [9 - step for part in steps for step in part]
+    assert summary["tokens/sampled"] == len(ages)
+    assert summary["staleness/max"] == max(ages)
+    np.testing.assert_allclose(summary["staleness/mean"], np.mean(ages))
+    assert summary["staleness/mixed_version_rows"] == sum(len(set(part)) > 1 for part in steps)
 
 
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
-    (found,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
-    assert found.channels[Channel.STALENESS].tolist() == [0, 6, 6, 0, 6]
+    (built,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
+    assert built.channels[Channel.STALENESS].tolist() == [0, 6, 6, 0, 6]
 
 
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
@@ -63,14 +63,14 @@ def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
 
 
 def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[TrajectoryRow]], BatchManifest]:
-    """A ticket for each list of rewards, with a row for each reward."""
+    """Make a ticket for each list of rewards, with a row for each reward."""
     rows, tickets, first = [], [], 0
-    for number, own in enumerate(rewards):
-        places = [*range(first, first + len(own))]
-        rows.append([row(place, [(None, 1), (9, 2)], reward=0.0) for place in places])
+    for number, ticket_rewards in enumerate(rewards):
+        places = [*range(first, first + len(ticket_rewards))]
+        rows.append([row(index, [(None, 1), (9, 2)], reward=0.0) for index in places])
         ref = TicketRef(10 + number, 1)
-        tickets.append(SealedTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
-        first += len(own)
+        tickets.append(SealedTicket(ref, "cell-0-000000.h5", places, ticket_rewards, NO_VERSION))
+        first += len(ticket_rewards)
     return rows, BatchManifest(5, 1, tickets)
 
 
@@ -78,8 +78,8 @@ def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -
     batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * MAX_REWARD], [0.0, 1.0]])
     batch[0][1].logprobs_T[2] = np.nan
     sound, left_out = select_sound_rows(batch, manifest, vocab_size=3)
-    assert [(one.episode, one.reward) for one in sound] == [(4, 0.0), (5, 1.0)]
-    assert [(one.step, one.tickets) for one in left_out] == [(5, [10]), (5, [11])]
+    assert [(row.episode, row.reward) for row in sound] == [(4, 0.0), (5, 1.0)]
+    assert [(part.step, part.tickets) for part in left_out] == [(5, [10]), (5, [11])]
     assert left_out[0].reason.startswith("cell-0-000000.h5 row 1: expected finite log-prob")
     assert left_out[1].reason.startswith("cell-0-000000.h5 row 3: expected a finite 32-bit float")
 
@@ -87,5 +87,5 @@ def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
     assert build_rows([], NOW, FORKS, ObjectiveConfig()) == []
     assert {*summarize_tokens([], NOW, FORKS).values()} == {0}
-    found = summarize_tokens([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
-    assert (found["tokens/sampled"], found["staleness/mean"]) == (0, 0.0)
+    summary = summarize_tokens([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
+    assert (summary["tokens/sampled"], summary["staleness/mean"]) == (0, 0.0)

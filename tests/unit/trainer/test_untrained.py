@@ -41,16 +41,16 @@ def judge(
 
 
 def streak(norms: list[float]) -> list[UntrainedBatchPart]:
-    """What a run of batches of one optimizer step leaves untrained."""
-    found: list[UntrainedBatchPart] = []
+    """Judge successive batches of one optimizer step; return those that are not trained."""
+    parts: list[UntrainedBatchPart] = []
     for step, norm in enumerate(norms, 1):
-        found += judge([norm], step, found)
-    return found
+        parts += judge([norm], step, parts)
+    return parts
 
 
 def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
     odd = math.nan
-    assert [one.step for one in streak([odd, odd, 1.0, odd, odd, 0.0, odd])] == [1, 2, 4, 5, 7]
+    assert [part.step for part in streak([odd, odd, 1.0, odd, odd, 0.0, odd])] == [1, 2, 4, 5, 7]
     with pytest.raises(NonFiniteGradientError) as caught:
         streak([1.0, odd, math.inf, odd])
     assert caught.value.exit_code == 70
@@ -80,8 +80,8 @@ def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
 
 
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
-    odd, asked = UntrainedBatchPart(5, "the gradient norm is nan"), quarantined(5, "requested")
-    for between in (odd, asked):
+    odd, requested = UntrainedBatchPart(5, "the gradient norm is nan"), quarantined(5, "requested")
+    for between in (odd, requested):
         assert record_damaged_batch(6, [quarantined(4), between], "gone", RUN).step == 6
     assert judge([math.nan], 6, [UntrainedBatchPart(4, "nan"), quarantined(5)])[0].step == 6
 
@@ -100,17 +100,17 @@ def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
     warm_up = {"grad_norm": 0.0, "step/skipped": 0, "step/nonfinite": 0}
     assert build_norm_metrics([0.0, 0.0], were_due=False) == warm_up
     for odd in (math.nan, math.inf):
-        found = build_norm_metrics([1.0, 0.0, odd, 2.0])
-        assert (found["step/skipped"], found["step/nonfinite"]) == (2, 1)
-        assert not math.isfinite(found["grad_norm"])
+        metrics = build_norm_metrics([1.0, 0.0, odd, 2.0])
+        assert (metrics["step/skipped"], metrics["step/nonfinite"]) == (2, 1)
+        assert not math.isfinite(metrics["grad_norm"])
 
 
 PLAIN = {"temperature": 0.7, "max_new_tokens": 5}
 
 
-def list_of(**asked: Any) -> list[str]:
-    """The distortions of what the proxy would record of a call that asked for this."""
-    sampling = SamplingParams(**{**PLAIN, **asked})
+def list_of(**overrides: Any) -> list[str]:
+    """List the distortions in the proxy's record of a call with these parameters."""
+    sampling = SamplingParams(**{**PLAIN, **overrides})
     return list(list_sampling_distortions(msgspec.json.decode(msgspec.json.encode(sampling))))
 
 
@@ -145,7 +145,7 @@ def test_whatever_reshapes_the_softmax_is_named(asked: dict[str, Any], named: st
 )
 def test_the_plain_softmax_is_trainable(asked: dict[str, Any]) -> None:
     assert list_of(**asked) == []
-    assert list(list_sampling_distortions({})) == []  # of shards that know nothing of it
+    assert list(list_sampling_distortions({})) == []  # shards without the record
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -155,9 +155,9 @@ def test_a_reply_whose_mask_is_recorded_of_every_token_stays_in_the_loss(is_whol
     counts = np.array([0, 0, 0, 0, 1, is_whole], np.uint16)
     ids = row.input_ids_T[np.flatnonzero(counts)]
     row = replace(row, sampling_mask=SamplingMask(counts, ids))
-    found = build_rows([row], WeightVersion(1, 0), [GenerationFork(1, 0)], ObjectiveConfig())[0]
-    assert found.loss_mask_T.tolist() == [0, 1, 1, 0, is_whole, is_whole]
-    assert found.sampling_mask is row.sampling_mask
+    built = build_rows([row], WeightVersion(1, 0), [GenerationFork(1, 0)], ObjectiveConfig())[0]
+    assert built.loss_mask_T.tolist() == [0, 1, 1, 0, is_whole, is_whole]
+    assert built.sampling_mask is row.sampling_mask
     assert count_untrainable_tokens([row]).total() == (0 if is_whole else 2)
 
 
@@ -179,17 +179,17 @@ def test_tokens_that_a_least_length_forbade_are_out_of_the_distribution() -> Non
 
 
 def sample(*of_rows: Sequence[dict[str, Any]]) -> list[TrajectoryRow]:
-    """Two episodes of two turns, of two tokens each, whose calls were sampled like this."""
+    """Make two episodes of two turns of two tokens each, whose calls had these parameters."""
     turns = [[MadeUpTurn(9, 0.5), MadeUpTurn(0, reward)] for reward in (1.0, 0.0)]
     rows = build_batch([turns], ExportSettings())
-    found = []
+    sampled = []
     for row, samplings in zip(rows, of_rows, strict=True):
         calls = [
             msgspec.structs.replace(call, sampling=sampling)
             for call, sampling in zip(row.record.calls, samplings, strict=True)
         ]
-        found.append(replace(row, record=msgspec.structs.replace(row.record, calls=calls)))
-    return found
+        sampled.append(replace(row, record=msgspec.structs.replace(row.record, calls=calls)))
+    return sampled
 
 
 GREEDY = {"temperature": 0.0}
@@ -200,17 +200,17 @@ def test_such_replies_leave_the_loss_and_its_denominator_while_their_rewards_cou
     version, forks = WeightVersion(1, 0), [GenerationFork(1, 0)]
     objective = ObjectiveConfig(loss_agg="seq_mean_token_mean")
     plain = build_rows(sample([PLAIN] * 2, [PLAIN] * 2), version, forks, objective)
-    found = build_rows(sample(*MIXED), version, forks, objective)
+    rows = build_rows(sample(*MIXED), version, forks, objective)
     assert [row.loss_mask_T.tolist() for row in plain] == [[0, 1, 1, 0, 1, 1]] * 2
-    assert [row.loss_mask_T.tolist() for row in found] == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
-    for one, other in zip(found, plain, strict=True):
-        np.testing.assert_array_equal(one.channels["advantage"], other.channels["advantage"])
-        assert one.channels[Channel.SCALE][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
+    assert [row.loss_mask_T.tolist() for row in rows] == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    for row, other in zip(rows, plain, strict=True):
+        np.testing.assert_array_equal(row.channels["advantage"], other.channels["advantage"])
+        assert row.channels[Channel.SCALE][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
 
 
 def test_tokens_are_counted_by_reason() -> None:
-    found = count_untrainable_tokens(sample(*MIXED))
-    assert found == {"temperature=0": 2, "temperature=0 and top_p": 2}
+    counts = count_untrainable_tokens(sample(*MIXED))
+    assert counts == {"temperature=0": 2, "temperature=0 and top_p": 2}
     assert count_untrainable_tokens(sample([PLAIN] * 2, [PLAIN] * 2)).total() == 0
 
 

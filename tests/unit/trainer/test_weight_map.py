@@ -138,7 +138,7 @@ def test_what_megatron_s_layers_lack_is_trained_by_transformers(change: dict[str
     arch = parse_architecture({**CONFIG, **change}, "config.json")
     assert arch.transformers_config
     problems = find_layout_problems(arch, ParallelConfig(tp=2, pp=2, cp=2))
-    assert [one.key for one in problems] == ["trainer.parallel.tp", "trainer.parallel.pp"]
+    assert [problem.key for problem in problems] == ["trainer.parallel.tp", "trainer.parallel.pp"]
 
 
 def test_an_adapter_is_trained_by_transformers_whatever_its_family() -> None:
