@@ -34,7 +34,7 @@ class RunDirectory:
         self.write_checkpoint(3, generation=1)
 
     def seal(self, *ticket_ids: int, attempt: int = 1) -> list[SealedTicket]:
-        """A shard with these tickets, as a proxy leaves it."""
+        """Seal a shard with these tickets as a proxy does."""
         name = f"cell-0-{self._shards:06d}.h5"
         self._shards += 1
         self.paths.shards_dir.mkdir(exist_ok=True)
@@ -43,11 +43,11 @@ class RunDirectory:
             ShardTicket(
                 ticket_id,
                 attempt,
-                [N_SAMPLES * place, N_SAMPLES * place + 1],
+                [N_SAMPLES * index, N_SAMPLES * index + 1],
                 [0.0, 1.0],
                 NO_VERSION,
             )
-            for place, ticket_id in enumerate(ticket_ids)
+            for index, ticket_id in enumerate(ticket_ids)
         ]
         rows = N_SAMPLES * len(ticket_ids)
         append_to_index(
@@ -59,7 +59,7 @@ class RunDirectory:
         ]
 
     def hand_out(self, step: int, tickets: list[SealedTicket]) -> None:
-        """The manifest of a step; what was there before is replaced, which no ledger does."""
+        """Write the manifest of a step; replace an earlier one, which no ledger does."""
         self.paths.manifest(step).unlink(missing_ok=True)
         write_manifest(self.paths, BatchManifest(step, 1, tickets))
 
@@ -70,7 +70,7 @@ class RunDirectory:
         consumed: list[int] | None = None,
         untrained: Sequence[UntrainedBatchPart] = (),
     ) -> Path:
-        """A complete checkpoint with what the trainer's state says of batches."""
+        """Write a complete checkpoint with the trainer's state of batches."""
         path = self.paths.checkpoints_dir / format_step_dir(step)
         path.mkdir(parents=True, exist_ok=True)
         state = {
@@ -86,9 +86,8 @@ class RunDirectory:
         return path
 
     def finish(self) -> None:
-        """The trainer's last word."""
         self.paths.finished_marker.touch()
 
     def shard_of(self, step: int) -> Path:
-        """The file that holds a step's rows."""
+        """Return the file that holds a step's rows."""
         return self.paths.shards_dir / self.batches[step - 1][0].shard

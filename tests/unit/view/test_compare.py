@@ -1,4 +1,4 @@
-"""Runs side by side, and evaluations of their steps."""
+"""Comparison of runs, and of evaluations of their steps."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
 
 
 def test_a_recipe_of_another_user_makes_no_key_differ() -> None:
-    """Its keys are not to be read: every key of the others would be a column."""
+    """An unreadable recipe would make a column of every key of the others."""
     recipes = [{"trainer": {"lr": 1e-3, "seed": 1}}, PRIVATE_RECIPE_PLACEHOLDER]
     assert label_differing_keys(recipes) == []
     recipes.append({"trainer": {"lr": 2e-3, "seed": 1}})
@@ -105,7 +105,7 @@ def test_of_unlike_runs_the_usual_keys_are_shown_and_the_others_counted(tmp_path
     for trial, value in (("a", 1), ("b", 2)):
         paths = make_run(tmp_path, trial, value)
         recipe = yaml.safe_load(paths.recipe.read_text())
-        recipe["alerts"] = {f"bound_{at}": value for at in range(9)}
+        recipe["alerts"] = {f"bound_{number}": value for number in range(9)}
         recipe["rollout"] = {"n_samples": value, "workflow": f"{trial}." * 50}
         paths.recipe.write_text(yaml.safe_dump(recipe))
     runs = list_runs(tmp_path)
@@ -122,7 +122,7 @@ ASKED = {"valid": (("avg@k",), 1.0), "aime": (("pass@k", "pass@1", "cons@k"), 1.
 
 
 def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> EvaluationReport:
-    """What a run found of its step 0 on 12 tasks of one sample and two of three."""
+    """Evaluate step 0 of a run on 12 tasks of one sample and two of three."""
     paths = RunPaths(root)
     paths.data_dir.mkdir(parents=True)
     for name, count in (("valid", 12), ("aime", 2)):
@@ -130,7 +130,7 @@ def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> Ev
         paths.evaluation(0, name).parent.mkdir(exist_ok=True, parents=True)
     mean = sum(rewards) / len(rewards)
     write_evaluation(paths, "valid", EvaluationResult(0, 12, mean, rewards, {3: "it fell"}, 1))
-    means = [sum(one) / 3 for one in samples]
+    means = [sum(triple) / 3 for triple in samples]
     answers = [["4", "4", "5"], ["7", "", ""]]
     aime = EvaluationResult(0, 2, sum(means) / 2, means, {}, 1, samples, answers)
     write_evaluation(paths, "aime", aime)
@@ -141,13 +141,13 @@ def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None
     report = found_of(tmp_path, [1.0] * 6 + [0.0] * 6, [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     write_evaluation_report(RunPaths(tmp_path), report)
     assert read_report(tmp_path) == report == read_report(RunPaths(tmp_path).evaluation_report)
-    values = {name: one.value for name, one in report.sets["aime"].metrics.items()}
+    values = {name: estimate.value for name, estimate in report.sets["aime"].metrics.items()}
     assert values == pytest.approx({"avg@3": 0.5, "pass@3": 1.0, "pass@1": 0.5, "cons@3": 0.5})
     lines = list(format_report(report))
     assert lines[1].split() == ["valid", "avg@1", "0.500", "[0.224,", "0.776]", "12", "1"]
     assert "valid: the agent failed on 1 tasks, which count as 0" in lines
-    kept = json.loads(RunPaths(tmp_path).evaluation_report.read_text())
-    assert kept["sets"]["aime"]["samples"] == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    stored = json.loads(RunPaths(tmp_path).evaluation_report.read_text())
+    assert stored["sets"]["aime"]["samples"] == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 
 def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path: Path) -> None:
@@ -170,26 +170,26 @@ def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> Non
     samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     before = found_of(tmp_path / "a", [1.0] * 7 + [0.0] * 5, samples)
     after = found_of(tmp_path / "b", [0.0] * 6 + [1.0] + [0.0] * 5, samples)
-    found = {(one.set_name, one.metric): one for one in compare_reports(before, after)}
-    assert found.keys() == {("valid", "avg@1")} | {
-        ("aime", one) for one in ("avg@3", "pass@3", "pass@1", "cons@3")
+    rows = {(row.set_name, row.metric): row for row in compare_reports(before, after)}
+    assert rows.keys() == {("valid", "avg@1")} | {
+        ("aime", metric) for metric in ("avg@3", "pass@3", "pass@1", "cons@3")
     }
-    worse = found["valid", "avg@1"]
+    worse = rows["valid", "avg@1"]
     assert (worse.comparison.better, worse.comparison.worse) == (0, 6)
     assert worse.comparison.difference.value == pytest.approx(-0.5)
     assert worse.comparison.verdict == "worse"
-    assert found["aime", "pass@3"].comparison.verdict == "no difference is shown"
-    table = "\n".join(format_comparison("step 0", "step 20", list(found.values())))
+    assert rows["aime", "pass@3"].comparison.verdict == "no difference is shown"
+    table = "\n".join(format_comparison("step 0", "step 20", list(rows.values())))
     assert "-0.500" in table
     assert "no difference is shown" in table
 
 
 def evaluate(rewards: float, n_samples: int, metrics: tuple[str, ...]) -> EvaluationReport:
-    """What 20 tasks came to, each with samples that all earn the same."""
+    """Evaluate 20 tasks, each with samples that all earn the same."""
     samples = [[rewards] * n_samples] * 20
     estimates = estimate_metrics(SetSamples(samples), metrics, 1.0)
-    found = {name: WrittenEstimate.from_estimate(one) for name, one in estimates.items()}
-    played = EvaluatedSet("digest", found, samples)
+    saved = {name: WrittenEstimate.from_estimate(estimate) for name, estimate in estimates.items()}
+    played = EvaluatedSet("digest", saved, samples)
     return EvaluationReport(f"of {n_samples}", sets={"aime": played})
 
 

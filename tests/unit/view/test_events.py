@@ -30,11 +30,11 @@ def event(
     return {"time": time, "role": role, "event": name, **facts}
 
 
-def failed(place: str, number: int, of: int, role: str = "driver-cell-0") -> dict[str, Any]:
+def failed(location: str, number: int, of: int, role: str = "driver-cell-0") -> dict[str, Any]:
     message = "the agent raised KeyError: 'x'"
-    reason = f"{message}\n  at: {place}\nTraceback (most recent call last):\nKeyError: 'x'"
+    reason = f"{message}\n  at: {location}\nTraceback (most recent call last):\nKeyError: 'x'"
     return event(
-        "episode_failed", role, NOW + number, kind="KeyError", at=place, message=message,
+        "episode_failed", role, NOW + number, kind="KeyError", at=location, message=message,
         reason=reason, failed=number, ended=of,
     )  # fmt: skip
 
@@ -154,14 +154,14 @@ def test_weights_that_no_replica_takes_are_a_failure_with_its_reason() -> None:
         "failed": ["cell-0/0"],
         "reason": "differ by 0.4 on average",
     }
-    (found,) = collect_failure_events([event("weights_published", "trainer", **facts)], None)
-    assert found.text == "no replica has taken weights 1.3: differ by 0.4 on average"
+    (failure,) = collect_failure_events([event("weights_published", "trainer", **facts)], None)
+    assert failure.text == "no replica has taken weights 1.3: differ by 0.4 on average"
     some = event("weights_published", "trainer", **facts, replicas=2)
     assert list(collect_failure_events([some], None)) == []
 
 
-def make_run(place: Path) -> RunPaths:
-    paths = RunPaths(place / "exp" / "one")
+def make_run(folder: Path) -> RunPaths:
+    paths = RunPaths(folder / "exp" / "one")
     logs = paths.log_dir(1)
     for name, text in {
         "trainer/restart_00/trainer-0.log": "node n01 job 7 restart 0\n"
@@ -180,8 +180,8 @@ def make_run(place: Path) -> RunPaths:
 
 def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path) -> None:
     lines = read_last_lines(list_log_files(make_run(tmp_path), 1), 100)
-    told = [line.split()[-1] for file, line in lines if "restart" not in line]
-    assert told == ["a", "b", "b", "c", "d", "e"]
+    words = [line.split()[-1] for file, line in lines if "restart" not in line]
+    assert words == ["a", "b", "b", "c", "d", "e"]
     assert [line for _, line in read_last_lines(list_log_files(make_run(tmp_path), 1), 2)] == [
         "[2026-11-22 10:00:04] d",
         "2026-11-22 10:00:05,000 INFO e",
@@ -209,13 +209,13 @@ def test_lines_of_every_batch_and_request_are_left_out_unless_asked_for(tmp_path
 def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
     paths = make_run(tmp_path)
 
-    def found(*wanted: str) -> list[str]:
+    def list_processes(*wanted: str) -> list[str]:
         return [file.process for file in list_log_files(paths, 1, wanted)]
 
-    assert found("trainer") == ["trainer-0", "trainer-0"]
-    assert found("cell-0/proxy") == ["proxy"]
-    assert found("proxy", "trainer-0") == ["proxy", "trainer-0", "trainer-0"]
-    assert found("nobody") == []
+    assert list_processes("trainer") == ["trainer-0", "trainer-0"]
+    assert list_processes("cell-0/proxy") == ["proxy"]
+    assert list_processes("proxy", "trainer-0") == ["proxy", "trainer-0", "trainer-0"]
+    assert list_processes("nobody") == []
 
 
 def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files of recorded rows for other programs, read back with those programs' own readers."""
+"""Exported rows of other programs' formats are read back with those programs' own readers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ def call_of(arguments: str) -> dict[str, Any]:
 
 
 def conversation(arguments: str = '{"a": 2}') -> TrajectoryRow:
-    """A call of a tool and an answer, after an exchange that the client brought along."""
+    """Make a tool call and an answer, after an exchange that the client brought along."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
@@ -84,12 +84,12 @@ def test_every_token_of_a_row_stands_in_json_lines_and_parquet(paths: RunPaths) 
     assert report == ExportReport(2, 0)
     assert path.stat().st_mode & 0o777 == 0o600
     for row, line, record in zip(rows, lines, table, strict=True):
-        for found in (line, record):
-            assert found["input_ids"] == row.input_ids_T.tolist()
-            assert found["loss_mask"] == row.loss_mask_T.tolist()
-            assert found["versions"] == row.versions_T.tolist()
-            assert found["logprobs"] == pytest.approx(row.logprobs_T.tolist())
-            assert (found["ticket"], found["episode"]) == (row.ticket_id, row.episode)
+        for written in (line, record):
+            assert written["input_ids"] == row.input_ids_T.tolist()
+            assert written["loss_mask"] == row.loss_mask_T.tolist()
+            assert written["versions"] == row.versions_T.tolist()
+            assert written["logprobs"] == pytest.approx(row.logprobs_T.tolist())
+            assert (written["ticket"], written["episode"]) == (row.ticket_id, row.episode)
         assert msgspec.json.decode(record["messages"]) == line["messages"] == row.meta["messages"]
         assert msgspec.json.decode(record["calls"]) == line["calls"]
     assert lines[0]["calls"][1]["reward"]["parts"] == {"format": 0.5}
@@ -107,10 +107,10 @@ def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths
     row = conversation()
     seal_in(paths, [row])
     (line,) = lines_of(exported(paths, "atif")[0])
-    found = atif.Trajectory.model_validate(line)
-    sources = [step.source for step in found.steps]
+    parsed = atif.Trajectory.model_validate(line)
+    sources = [step.source for step in parsed.steps]
     assert sources == ["system", "user", "agent", "user", "agent", "agent"]
-    brought, calling, answering = (step for step in found.steps if step.source == "agent")
+    brought, calling, answering = (step for step in parsed.steps if step.source == "agent")
     assert brought.is_copied_context
     assert brought.metrics is None
     assert calling.tool_calls
@@ -118,7 +118,7 @@ def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths
     assert answering.metrics
     assert calling.tool_calls[0].arguments == {"a": 2}
     results = calling.observation.results
-    assert [(one.source_call_id, one.content) for one in results] == [
+    assert [(result.source_call_id, result.content) for result in results] == [
         ("t1", "4"),
         (None, "of nobody"),
     ]
@@ -128,11 +128,11 @@ def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths
     assert answering.metrics.completion_token_ids == row.input_ids_T[8:].tolist()
     assert answering.metrics.logprobs == pytest.approx(row.logprobs_T[8:].tolist())
     assert answering.metrics.cached_tokens == 5
-    assert found.agent.tool_definitions == [TOOL]
-    assert found.final_metrics
-    assert found.final_metrics.total_completion_tokens == 6
-    assert found.extra
-    assert found.extra["task"] == 7
+    assert parsed.agent.tool_definitions == [TOOL]
+    assert parsed.final_metrics
+    assert parsed.final_metrics.total_completion_tokens == 6
+    assert parsed.extra
+    assert parsed.extra["task"] == 7
 
 
 @pytest.mark.parametrize("file_format", ["sft", "atif"])
@@ -150,7 +150,7 @@ def test_a_tool_of_several_calls_stands_once(paths: RunPaths, file_format: Expor
 
 
 def test_messages_of_any_shape_are_exported_and_do_not_move_tokens(paths: RunPaths) -> None:
-    """An agent may put anything there; the reply is the fourth message, whatever the others are."""
+    """An agent may send any messages; the reply is the fourth, whatever the others are."""
     row = conversation()
     odd = {"role": "assistant", "content": 5, "tool_calls": ["add", {"function": "add"}, 7]}
     result = {"role": "tool", "tool_call_id": ["t1"], "content": "of a list"}
@@ -158,10 +158,10 @@ def test_messages_of_any_shape_are_exported_and_do_not_move_tokens(paths: RunPat
     lone = replace(trajectory(2, 0), meta={"messages": {"role": "user"}})
     seal_in(paths, [replace(row, meta={"messages": messages}), lone])
     first, *_ = lines_of(exported(paths, "atif")[0])
-    found = atif.Trajectory.model_validate(first)
-    brought, calling, answering = found.steps
+    parsed = atif.Trajectory.model_validate(first)
+    brought, calling, answering = parsed.steps
     assert brought.tool_calls
-    assert [one.extra for one in brought.tool_calls] == [
+    assert [call.extra for call in brought.tool_calls] == [
         {"arguments": "add"},
         {"arguments": {"function": "add"}},
         {"arguments": 7},

@@ -1,4 +1,4 @@
-"""The state of a run is one, whoever shows it; a run in a notebook, and what a look imports."""
+"""All views show the same state of a run; a notebook opens it, and a look imports little."""
 
 import json
 import re
@@ -42,17 +42,17 @@ from tests.support.environments import CHECKOUT
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.sample_trajectories import seal_in, trajectory
 
-BATCH = [MadeEpisode(task=place, reward=float(place % 2)) for place in range(8)]
+BATCH = [MadeEpisode(task=task, reward=float(task % 2)) for task in range(8)]
 FAILED_TRY = {"eval_step": -1, "reason": "KeyError: 'x'"}
 
 
 def start(run: MadeRun) -> None:
-    """Nothing is trained yet."""
+    """Leave the run without a trained step."""
 
 
 def train(run: MadeRun) -> None:
-    for place in range(4):
-        run.add_step(BATCH, {"train": 1.0 + place, "checkpoint": 0.5}, reward__std=0.5)
+    for index in range(4):
+        run.add_step(BATCH, {"train": 1.0 + index, "checkpoint": 0.5}, reward__std=0.5)
 
 
 def fail_agents(run: MadeRun) -> None:
@@ -85,8 +85,8 @@ def finish(run: MadeRun) -> None:
 
 
 def finish_long_run(run: MadeRun) -> None:
-    for place in range(60):
-        run.add_step(BATCH[:4], {"publish": 2.0 if place < 30 else 0.1})
+    for index in range(60):
+        run.add_step(BATCH[:4], {"publish": 2.0 if index < 30 else 0.1})
     run.finish()
 
 
@@ -125,8 +125,8 @@ def test_status_why_list_page_report_and_terminal_agree(
     view = RunView(run.paths)
     assert view.state == state
     reporter.close()
-    told = capsys.readouterr().out
-    assert told.count("\nstep ") + told.startswith("step ") == len(view.steps)
+    output = capsys.readouterr().out
+    assert output.count("\nstep ") + output.startswith("step ") == len(view.steps)
     status_code = exit_code_of("status", view.paths.root)
     status = capsys.readouterr().out
     assert status.startswith(f"made/run: {state}\n")
@@ -146,11 +146,11 @@ def test_status_why_list_page_report_and_terminal_agree(
     assert page["state"] == row["state"] == state
     assert row["step"] == view.step
     assert page["alerts"] == [
-        {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
-        for one in view.alerts
+        {"level": alert.level, "rule": alert.rule, "message": alert.message, "hint": alert.hint}
+        for alert in view.alerts
     ]
-    assert all(one.message in status for one in view.alerts)
-    assert all(f"({one.rule}; try: " in told for one in view.alerts if one.step > 0)
+    assert all(alert.message in status for alert in view.alerts)
+    assert all(f"({alert.rule}; try: " in output for alert in view.alerts if alert.step > 0)
     assert bool(view.failure_alerts) == bool(row["failures"]) == bool(status_code)
     assert why_code or not status_code
     times = view.step_times
@@ -250,23 +250,23 @@ def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
 
 def test_a_trainer_without_any_cell_waits_until_one_is_found() -> None:
     wait = {"time": 1000.0, "event": "no_cell", "waited_s": 60.0}
-    found = {"time": 1500.0, "event": "cell_found", "waited_s": 560.0}
+    discovery = {"time": 1500.0, "event": "cell_found", "waited_s": 560.0}
     assert measure_cell_wait_s([], 2000.0) is None
-    assert measure_cell_wait_s([found, wait], 1100.0) == 160.0
-    assert measure_cell_wait_s([wait, found], 2000.0) is None
+    assert measure_cell_wait_s([discovery, wait], 1100.0) == 160.0
+    assert measure_cell_wait_s([wait, discovery], 2000.0) is None
 
 
 def test_the_output_of_a_job_is_found_below_a_folder_with_a_space(tmp_path: Path) -> None:
     folder = tmp_path / "my runs"
     folder.mkdir()
-    found = [folder / "12_0_log.out", folder / "12_1_log.out"]
-    for path in found:
+    outputs = [folder / "12_0_log.out", folder / "12_1_log.out"]
+    for path in outputs:
         path.touch()
     script = folder / "job.sbatch"
     script.write_text(
         f"#SBATCH --output='{folder}/%j_0_log.out'\nsrun --output '{folder}/%j_%t_log.out' python\n"
     )
-    assert find_slurm_output_files(Submission("trainer", "12", 1, 0.0, str(script))) == found
+    assert find_slurm_output_files(Submission("trainer", "12", 1, 0.0, str(script))) == outputs
 
 
 def test_an_exit_that_a_new_start_has_just_removed_is_left_out(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_an_exit_that_a_new_start_has_just_removed_is_left_out(tmp_path: Path) -
     exits = {rank: TaskExit(70) for rank in (0, 1)}
     write_task_exit(paths.job("trainer"), 1, exits[1])
     run = RunJobs(paths, (JobView("trainer", None, None, exits),), QueueSnapshot(), ())
-    assert [one.rank for one in read_exit_records(run)] == [1]
+    assert [record.rank for record in read_exit_records(run)] == [1]
 
 
 @pytest.fixture(autouse=True)
@@ -342,11 +342,11 @@ def test_an_episode_of_several_rows_counts_as_their_mean(tmp_path: Path) -> None
 
 
 def test_evaluations_have_a_row_per_sample(made: MadeRun) -> None:
-    found = areal_hpc.open_run(made.paths.root).evaluations
-    assert found["set"].tolist() == ["valid"] * 2 + ["aime"] * 4
-    assert found["reward"].tolist() == [0, 1, 1, 0, 0, 0]
-    assert found["sample"].tolist() == [0, 0, 0, 1, 0, 1]
-    assert found["answer"].tolist() == ["", "", "4", "5", "", ""]
+    rows = areal_hpc.open_run(made.paths.root).evaluations
+    assert rows["set"].tolist() == ["valid"] * 2 + ["aime"] * 4
+    assert rows["reward"].tolist() == [0, 1, 1, 0, 0, 0]
+    assert rows["sample"].tolist() == [0, 0, 0, 1, 0, 1]
+    assert rows["answer"].tolist() == ["", "", "4", "5", "", ""]
 
 
 def test_a_run_without_anything_has_empty_columns_with_their_names(tmp_path: Path) -> None:

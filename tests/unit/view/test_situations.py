@@ -1,4 +1,4 @@
-"""The chain of causes; what `status` and `why` say of situations: word, cause, exit code."""
+"""`status` and `why` of a run's situations: chain of causes, word, cause and exit code."""
 
 import copy
 import dataclasses
@@ -34,11 +34,11 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
 
 
 def evidence(*jobs: JobView, **more: Any) -> RunView:
-    """A run with these jobs; what is not given was not recorded."""
+    """Make a run with these jobs; facts that are not given were not recorded."""
     look = QueueSnapshot(
-        {one.slurm_record.job_id: one.slurm_record for one in jobs if one.slurm_record}
+        {job.slurm_record.job_id: job.slurm_record for job in jobs if job.slurm_record}
     )
-    ids = tuple(one.submission.job_id for one in jobs if one.submission)
+    ids = tuple(job.submission.job_id for job in jobs if job.submission)
     paths = RunPaths(Path("/nowhere"))
     view = RunView(paths, jobs=RunJobs(paths, jobs, look, ids))
     for name, value in {"starts_in_accounting": (), "task_exits": (), **more}.items():
@@ -56,7 +56,7 @@ def log_file(job: str, process: str) -> LogFile:
 
 def test_the_first_traceback_outweighs_what_it_brought_about() -> None:
     lines = ("Traceback (most recent call last):", '  File "a.py"', "ValueError: not a number")
-    found = evidence(
+    run = evidence(
         job("trainer", "FAILED", "1", ended_or_latest_end_at=NOW + 9, exit_code=1),
         job("cell-0", "CANCELLED", "2", ended_or_latest_end_at=NOW + 30),
         tracebacks=(LogTraceback(NOW, log_file("trainer", "trainer-3"), lines),),
@@ -65,7 +65,7 @@ def test_the_first_traceback_outweighs_what_it_brought_about() -> None:
             TaskExitRecord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
         ),
     )
-    diagnosis = diagnose(found)
+    diagnosis = diagnose(run)
     assert "trainer-3@n01 raised ValueError: not a number" in diagnosis.headline
     times = [finding.at for finding in diagnosis.chain]
     assert times == sorted(times, key=lambda at: at or 0)
@@ -84,11 +84,11 @@ def test_memory_outweighs_the_traceback_of_another() -> None:
         failed_step_states=("OUT_OF_MEMORY",),
     )
     lines = ("Traceback (most recent call last):", "ConnectionError: gone")
-    found = evidence(
+    run = evidence(
         starved, tracebacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),)
     )
-    assert "cell-0 (job 2) used more memory" in diagnose(found).headline
-    assert "more memory" in diagnose(found).hint
+    assert "cell-0 (job 2) used more memory" in diagnose(run).headline
+    assert "more memory" in diagnose(run).hint
 
 
 def test_a_run_that_waits_names_what_needs_somebody_first() -> None:
@@ -104,10 +104,10 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
         job("cell-0", "FAILED", "2", ended_or_latest_end_at=NOW),
         task_exits={0: TaskExit(79, "driver", "nothing to do", "/x.log")},
     )
-    diagnosis = diagnose(found := evidence(AT_WORK, idle))
-    assert found.jobs.jobs_ended_before_run == []
+    diagnosis = diagnose(run := evidence(AT_WORK, idle))
+    assert run.jobs.jobs_ended_before_run == []
     assert diagnosis.is_well
-    assert "cell-0 had nothing to do and released its nodes" in "\n".join(format_jobs(found.jobs))
+    assert "cell-0 had nothing to do and released its nodes" in "\n".join(format_jobs(run.jobs))
 
 
 def test_what_a_run_has_outlived_for_long_is_history() -> None:
@@ -115,24 +115,24 @@ def test_what_a_run_has_outlived_for_long_is_history() -> None:
     lost = parse_state("NODE_FAIL")
     past = SlurmJobRecord("1", lost, nodes="n07", ended_or_latest_end_at=now - 300)
     pace = StepPace(10.0, now)
-    found = diagnose(evidence(AT_WORK, starts_in_accounting=(past,), pace=pace))
-    assert "has trained steps since this, 5 min" in found.headline
-    assert "lost a node: NODE_FAIL" in found.headline
-    chain = tuple({**EXITED, "time": now - 2 - at, "exit_code": 137} for at in range(0, 250, 25))
+    diagnosis = diagnose(evidence(AT_WORK, starts_in_accounting=(past,), pace=pace))
+    assert "has trained steps since this, 5 min" in diagnosis.headline
+    assert "lost a node: NODE_FAIL" in diagnosis.headline
+    chain = tuple({**EXITED, "time": now - 2 - age, "exit_code": 137} for age in range(0, 250, 25))
     assert "after this" in diagnose(evidence(AT_WORK, events=chain, pace=pace)).headline
 
 
 def test_an_error_that_was_made_for_people_comes_first() -> None:
-    said = "inference.tool_call_parser: SGLang has no parser 'qwn'\n  did you mean qwen25?"
-    word = TaskExit(78, "inference", said, "/x.log", gave_up=True, says_why=True)
+    message = "inference.tool_call_parser: SGLang has no parser 'qwn'\n  did you mean qwen25?"
+    word = TaskExit(78, "inference", message, "/x.log", gave_up=True, says_why=True)
     failed = job("cell-0", "FAILED", "2", ended_or_latest_end_at=NOW)
-    found = diagnose(evidence(failed, task_exits=(TaskExitRecord("cell-0", 0, NOW, word),)))
-    assert "cell-0: inference.tool_call_parser: SGLang has no parser 'qwn'" in found.headline
-    assert any("did you mean qwen25?" in one for line in found.chain for one in line.details)
+    diagnosis = diagnose(evidence(failed, task_exits=(TaskExitRecord("cell-0", 0, NOW, word),)))
+    assert "cell-0: inference.tool_call_parser: SGLang has no parser 'qwn'" in diagnosis.headline
+    assert any("did you mean qwen25?" in text for line in diagnosis.chain for text in line.details)
 
 
 def test_equal_failures_are_one_line_with_a_count() -> None:
-    kills = tuple({**EXITED, "time": NOW + at, "exit_code": 137} for at in range(10))
+    kills = tuple({**EXITED, "time": NOW + delay, "exit_code": 137} for delay in range(10))
     lines = format_diagnosis(diagnose(evidence(AT_WORK, events=kills)), "RUN")
     (line,) = (line for line in lines if "(10 times)" in line)
     assert "killed by SIGKILL" in line
@@ -142,21 +142,21 @@ def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last() -> Non
     line = "slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT 1970-01-12T00:00:00 ***"
     requeued = {"time": NOW, "role": "trainer", "event": "job_requeued", "reason": "stopped"}
     trainer = job("trainer", "RUNNING", "1", ended_or_latest_end_at=NOW + 3600)
-    found = diagnose(evidence(trainer, slurm_lines=(("trainer", line),), events=(requeued,)))
-    assert found.headline.endswith(
+    diagnosis = diagnose(evidence(trainer, slurm_lines=(("trainer", line),), events=(requeued,)))
+    assert diagnosis.headline.endswith(
         "after this: trainer requested another start from Slurm: stopped"
     )
-    assert len(found.chain) == 1, "hours lie between them"
+    assert len(diagnosis.chain) == 1, "hours lie between them"
 
 
 def test_a_silent_slurm_is_not_a_failed_run() -> None:
-    found = evidence(AT_WORK)
-    found.jobs = dataclasses.replace(
-        found.jobs,
+    run = evidence(AT_WORK)
+    run.jobs = dataclasses.replace(
+        run.jobs,
         snapshot=QueueSnapshot(outage="squeue had no answer"),
         jobs=(dataclasses.replace(AT_WORK, slurm_record=None),),
     )
-    assert "Slurm does not answer" in diagnose(found).headline
+    assert "Slurm does not answer" in diagnose(run).headline
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:
@@ -179,7 +179,7 @@ RuntimeError: the effect
 
 
 def test_digits_in_a_log_that_are_no_time_do_not_hide_its_traceback() -> None:
-    """Such as the date of nothing that databases print."""
+    """Databases print such digits for a missing date."""
     lines = ("Traceback (most recent call last):", "ValueError: no date")
     text = "\n".join(["0000-00-00 00:00:00 | NULL", *lines])
     stack = find_last_traceback(log_file("trainer", "trainer"), text)
@@ -304,13 +304,13 @@ SITUATIONS: dict[str, tuple[RunView, str, str, int]] = {
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_status_and_why_say_what_is(name: str) -> None:
-    found, word, cause, code = SITUATIONS[name]
-    if found.pace is not None:
-        pace = dataclasses.replace(found.pace, last_at=time.time() + found.pace.last_at)
-        found = copy.copy(found)
-        found.pace = pace
-    diagnosis = diagnose(found)
-    assert found.state == word
+    run, word, cause, code = SITUATIONS[name]
+    if run.pace is not None:
+        pace = dataclasses.replace(run.pace, last_at=time.time() + run.pace.last_at)
+        run = copy.copy(run)
+        run.pace = pace
+    diagnosis = diagnose(run)
+    assert run.state == word
     assert cause in diagnosis.headline
     assert diagnosis.is_well == (code == 0)
     assert diagnosis.is_well or diagnosis.hint
@@ -329,10 +329,10 @@ def test_what_people_and_the_run_itself_end(
 ) -> None:
     for name in markers:
         (tmp_path / name).touch()
-    found = evidence(TRAINER, CELL)
-    found.jobs = dataclasses.replace(found.jobs, paths=RunPaths(tmp_path))
-    diagnosis = diagnose(found)
-    assert (found.state, diagnosis.is_well) == (word, True)
+    run = evidence(TRAINER, CELL)
+    run.jobs = dataclasses.replace(run.jobs, paths=RunPaths(tmp_path))
+    diagnosis = diagnose(run)
+    assert (run.state, diagnosis.is_well) == (word, True)
     assert cause in diagnosis.headline
 
 
@@ -348,9 +348,9 @@ def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: 
     states[2] = parse_state("RUNNING")
     queued = {str(number): SlurmJobRecord(str(number), state) for number, state in states.items()}
     run = build_run_jobs(paths, QueueSnapshot(queued))
-    shown = [one.name for one in run.jobs]
+    shown = [job.name for job in run.jobs]
     assert shown == ["sft", "trainer", "cell-0", "cell-8", "cell-10"]
-    assert [one.name for one in run.jobs_ended_before_run] == ["sft"]
+    assert [job.name for job in run.jobs_ended_before_run] == ["sft"]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_run_whose_jobs_are_gone_waits_while_its_caretaker_is_there(
     queued = {number: SlurmJobRecord(number, others) for number in ("1", "2")}
     queued["3"] = SlurmJobRecord("3", parse_state(caretaker), reason)
     run = build_run_jobs(paths, QueueSnapshot(queued))
-    assert [one.name for one in run.jobs] == [
+    assert [job.name for job in run.jobs] == [
         "trainer", "cell-0", *([CARETAKER_JOB] if shown else [])
     ]  # fmt: skip
     assert (get_run_state(run), run.jobs_ended_before_run) == (word, [])

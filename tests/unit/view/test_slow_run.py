@@ -1,4 +1,4 @@
-"""Why a run is slow, in runs with one fault each; the sample runs of docs/diagnosing.md."""
+"""Causes of slow runs, in runs with one fault each; the sample runs of docs/diagnosing.md."""
 
 import re
 from dataclasses import replace
@@ -84,8 +84,8 @@ def test_a_slow_receiver_of_weights_is_named_with_its_node(tmp_path: Path) -> No
     answer = explain_slow_run(run.paths)
     assert "limited by weight updates: 9.0 s of the 11.6 s of a step" in answer.headline
     assert "replica 0 of cell-1 (node n02) takes 8.50 s for an update" in answer.headline
-    said = "\n".join(format_answer(answer, "RUN"))
-    assert "the longest part is weights/load_s, 8.00 s" in said
+    text = "\n".join(format_answer(answer, "RUN"))
+    assert "the longest part is weights/load_s, 8.00 s" in text
     assert [line.split() for line in answer.table[1:]] == [
         ["cell-0", "0", "n01", "40", "0.20"],
         ["cell-1", "0", "n02", "40", "8.50"],
@@ -138,18 +138,18 @@ def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
         explain_step_difference(run.paths, STEPS),
         explain_slow_run(make_run(tmp_path / "tool", SLOW_TOOL).paths),
     ]
-    pages = [one.page for answer in answers for one in answer.findings if one.page]
-    asked = [parse_qs(page.partition("?")[2]) for page in pages]
-    wheres = [query["where"][0] for query in asked if "where" in query]
+    pages = [finding.page for answer in answers for finding in answer.findings if finding.page]
+    queries = [parse_qs(page.partition("?")[2]) for page in pages]
+    wheres = [query["where"][0] for query in queries if "where" in query]
     assert 'cell="cell-1"' in wheres
     for where in wheres:
         compile_filter(where)
-    sorts = {query["sort"][0] for query in asked if "sort" in query}
+    sorts = {query["sort"][0] for query in queries if "sort" in query}
     assert sorts <= {*FIELD_NAMES_FOR_HELP}
     assert {page.partition("?")[0] for page in pages} <= {
         *("#/overview", "#/metrics", "#/trajectories", "#/trajectory")
     }
-    assert {query["run"][0] for query in asked} == {"made/run"}
+    assert {query["run"][0] for query in queries} == {"made/run"}
 
 
 def test_keys_of_recipes_that_answers_name_exist() -> None:
@@ -162,8 +162,8 @@ def test_keys_of_recipes_that_answers_name_exist() -> None:
 
 def test_parts_that_wait_for_storage_are_told_together(tmp_path: Path) -> None:
     run = make_run(tmp_path, PLAIN, phases={"checkpoint": 0.4, "read": 0.4}, sealing_s=0.4)
-    said = [one.text for one in explain_slow_run(run.paths).findings]
-    (together,) = [one for one in said if "wait for the run directory's storage" in one]
+    texts = [finding.text for finding in explain_slow_run(run.paths).findings]
+    (together,) = [text for text in texts if "wait for the run directory's storage" in text]
     assert "together 1.20 s a step (31%)" in together
 
 
@@ -185,7 +185,7 @@ def test_the_headlines_are_those_of_the_walk(samples: Path) -> None:
         diagnose_collapse(RunPaths(samples / "collapse")),
     )
     words = " ".join(WALK.split())
-    assert [one.headline for one in answers if one.headline not in words] == []
+    assert [answer.headline for answer in answers if answer.headline not in words] == []
 
 
 def test_no_run_shows_the_fault_of_another(samples: Path) -> None:

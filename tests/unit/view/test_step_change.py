@@ -1,4 +1,4 @@
-"""What differs at a step, and whether a run collapses."""
+"""Differences of a step from the steps before, and collapses of a run."""
 
 import json
 from dataclasses import replace
@@ -17,22 +17,22 @@ from tests.support.made_run import MadeEpisode, MadeRun
 
 
 def make_group(task: int, reward: float, **facts: object) -> list[MadeEpisode]:
-    one = MadeEpisode(task=task, reward=reward)
-    return [replace(one, **facts)] * 4  # type: ignore[arg-type]
+    episode = MadeEpisode(task=task, reward=reward)
+    return [replace(episode, **facts)] * 4  # type: ignore[arg-type]
 
 
 def add_usual_steps(run: MadeRun, count: int = 10) -> None:
-    """Steps over the tasks 0 to 5, again and again."""
+    """Add steps over the tasks 0 to 5, again and again."""
     for step in range(count):
         tasks = (2 * step % 6, (2 * step + 1) % 6)
         run.add_step(
-            [one for task in tasks for one in make_group(task, 0.6 + 0.01 * (step % 3))],
+            [episode for task in tasks for episode in make_group(task, 0.6 + 0.01 * (step % 3))],
             reply__cut_fraction=0.02,
         )
 
 
 def list_sentences(answer: Answer) -> str:
-    return "\n".join((answer.headline, *(one.text for one in answer.findings)))
+    return "\n".join((answer.headline, *(finding.text for finding in answer.findings)))
 
 
 def test_a_curriculum_that_went_on_is_what_a_drop_is_laid_to(tmp_path: Path) -> None:
@@ -45,10 +45,10 @@ def test_a_curriculum_that_went_on_is_what_a_drop_is_laid_to(tmp_path: Path) -> 
     assert answer.headline.endswith(
         "its tasks are from another part of the set: lines 500 to 501, before 0 to 5"
     )
-    said = list_sentences(answer)
-    assert "2 of 2 tasks were not in the steps before, their mean reward is 0.100" in said
-    assert "reply/cut_fraction rose from 2.0% to 50%" in said
-    (tasks,) = [one for one in answer.findings if "another part" in one.text]
+    sentences = list_sentences(answer)
+    assert "2 of 2 tasks were not in the steps before, their mean reward is 0.100" in sentences
+    assert "reply/cut_fraction rose from 2.0% to 50%" in sentences
+    (tasks,) = [finding for finding in answer.findings if "another part" in finding.text]
     assert tasks.page == (
         "#/trajectories?run=made%2Frun&where=step%3D30%20and%20kind%3Dtrain&sort=task"
     )
@@ -65,8 +65,8 @@ def test_sources_of_the_training_set_are_told_apart(tmp_path: Path) -> None:
     assert answer.headline.endswith(
         "; source 1 of the training set gives 100% of the episodes, before 0%"
     )
-    said = list_sentences(answer)
-    assert "source 0 of the training set gives 0% of the episodes, before 100%" in said
+    sentences = list_sentences(answer)
+    assert "source 0 of the training set gives 0% of the episodes, before 100%" in sentences
 
 
 def test_tasks_that_were_right_before_are_named_with_an_episode_to_read(tmp_path: Path) -> None:
@@ -95,16 +95,16 @@ def test_a_parameter_that_each_call_has_anew_is_no_change(tmp_path: Path) -> Non
     for step in range(6):
         run.add_step(
             [
-                MadeEpisode(sampling={"max_new_tokens": 1000 - 10 * step - place, "top_p": 0.9})
-                for place in range(4)
+                MadeEpisode(sampling={"max_new_tokens": 1000 - 10 * step - index, "top_p": 0.9})
+                for index in range(4)
             ]
         )
     run.add_step(
         [MadeEpisode(sampling={"max_new_tokens": 500 + n, "top_p": 0.8}) for n in range(4)]
     )
-    said = list_sentences(explain_step_difference(run.paths, 7))
-    assert "calls ask for top_p=0.8, before 0.9" in said
-    assert "max_new_tokens" not in said
+    sentences = list_sentences(explain_step_difference(run.paths, 7))
+    assert "calls ask for top_p=0.8, before 0.9" in sentences
+    assert "max_new_tokens" not in sentences
 
 
 def test_restarts_events_and_changed_calls_are_told(tmp_path: Path) -> None:
@@ -117,12 +117,12 @@ def test_restarts_events_and_changed_calls_are_told(tmp_path: Path) -> None:
     run.add_step(
         make_group(0, 0.5, sampling={"temperature": 0.2, "sampling_seed": 4}), generation=2
     )
-    said = list_sentences(explain_step_difference(run.paths, 4))
-    assert "the trainer was started again before this step (generation 2)" in said
-    assert "calls ask for temperature=0.2, before 1.0" in said
-    assert "sampling_seed" not in said
-    assert "meanwhile: process_exited (cell-1)" in said
-    assert "weights_published" not in said
+    sentences = list_sentences(explain_step_difference(run.paths, 4))
+    assert "the trainer was started again before this step (generation 2)" in sentences
+    assert "calls ask for temperature=0.2, before 1.0" in sentences
+    assert "sampling_seed" not in sentences
+    assert "meanwhile: process_exited (cell-1)" in sentences
+    assert "weights_published" not in sentences
 
 
 def test_a_recipe_that_a_resume_changed_is_the_first_cause(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_a_recipe_that_a_resume_changed_is_the_first_cause(tmp_path: Path) -> No
     add_usual_steps(run, 1)
     answer = explain_step_difference(run.paths, 4)
     assert "launch 2 changed" in answer.headline
-    said = list_sentences(answer)
-    assert "launch 2 changed trainer.checkpoint_every_steps from 7 to 1" in said
-    assert "launch 2 changed agents.variables.KEY" in said
-    assert "secret" not in said
+    sentences = list_sentences(answer)
+    assert "launch 2 changed trainer.checkpoint_every_steps from 7 to 1" in sentences
+    assert "launch 2 changed agents.variables.KEY" in sentences
+    assert "secret" not in sentences
 
 
 def test_a_step_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
@@ -154,15 +154,15 @@ def test_a_step_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         explain_step_difference(run.paths, 2)
 
 
-GROUP = [MadeEpisode(task=place // 4, reply=(place, 1, 2)) for place in range(8)]
-ALIKE = [replace(one, reply=(5, 5, 5)) for one in GROUP]
+GROUP = [MadeEpisode(task=index // 4, reply=(index, 1, 2)) for index in range(8)]
+ALIKE = [replace(episode, reply=(5, 5, 5)) for episode in GROUP]
 
 
 def add_steps(
     run: MadeRun, count: int, episodes: list[MadeEpisode], reward: float, **metrics: Any
 ) -> None:
     for _ in range(count):
-        run.add_step([replace(one, reward=reward) for one in episodes], **metrics)
+        run.add_step([replace(episode, reward=reward) for episode in episodes], **metrics)
 
 
 HEALTHY: dict[str, Any] = {
@@ -183,18 +183,18 @@ def test_a_collapse_is_told_with_its_step_and_its_numbers(tmp_path: Path) -> Non
     answer = diagnose_collapse(run.paths)
     assert answer.headline.startswith("the policy collapses since about step 1")
     assert not answer.is_well
-    said = [one.text for one in answer.findings]
-    assert said[0].startswith(
+    texts = [finding.text for finding in answer.findings]
+    assert texts[0].startswith(
         "the reward fell from 0.660, its best, at step 12 to 0.100 at step 20"
     )
     assert (
         "entropy/mean: 0.6 nats (steps 1 to 5), 0.05 nats (steps 16 to 20): the policy is nearly "
         "sure of every token, half of the way at step 13"
-    ) in said
+    ) in texts
     (replies,) = [one for one in answer.findings if one.text.startswith("distinct replies")]
     assert replies.text.startswith("distinct replies of a group: 100% at step 1, 25% at step 20")
     assert replies.page == "#/trajectories?run=made%2Frun&where=step%3D20&sort=ticket"
-    assert any("reply/repeated_fraction: 2.0%" in one and "loops" in one for one in said)
+    assert any("reply/repeated_fraction: 2.0%" in text and "loops" in text for text in texts)
     assert answer.hints[0] == "go back to a checkpoint of step 12 or before"
 
 
@@ -202,7 +202,7 @@ LOOPS = {"entropy__mean": 0.05, "reply__repeated_fraction": 0.8, "reply__tokens_
 SOLVED = {"entropy__mean": 0.05, "groups__zero_variance": 0.9, "groups__all_best": 0.9}
 HARDER = {"groups__all_worst": 0.8, "groups__zero_variance": 0.9}
 TURNS = [
-    # the reward of ten steps, what follows them, the headline and its hint
+    # the reward of ten steps, those after them, the headline and its hint
     (0.5, (15, GROUP, 0.5, LOOPS), "the policy collapses since about step 11: ", "of step 10 or"),
     (0.3, (10, ALIKE, 1.0, SOLVED), "the policy does not collapse, it has solved its tasks", ""),
     (
@@ -241,14 +241,14 @@ def test_the_command_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = MadeRun(tmp_path)
     add_steps(run, 8, GROUP, 0.9, **HEALTHY)
     before = sorted(run.paths.root.rglob("*"))
-    for words, said in (
+    for words, start in (
         (("--slow",), "the run is limited by generation"),
         (("--step", "8"), "the reward of step 8 is 0.900"),
         (("--collapse",), "the policy does not collapse"),
     ):
         assert exit_code_of("why", str(run.paths.root), *words) == 0
         shown = capsys.readouterr().out
-        assert shown.startswith(said)
+        assert shown.startswith(start)
         assert "    #/" in shown
         assert f"pages: areal-hpc view {run.paths.root} prints" in shown
     assert sorted(run.paths.root.rglob("*")) == before

@@ -20,7 +20,7 @@ from tests.unit.view.run_directory import SHARD_BYTES, RunDirectory
 Change = Callable[[RunDirectory], object]
 Fates = dict[str, list[int]]
 Case = tuple[Change, Fates] | tuple[Change, Fates, str]
-"""What happens, what becomes of tickets, part of what is said of it."""
+"""Change of a run, tickets by status, and parts of the audit's messages."""
 
 LEFT_OUT = UntrainedBatchPart(2, "cell-0-000001.h5 row 0: expected finite log-probabilities", [3])
 NOT_TAKEN = UntrainedBatchPart(3, "the gradient norm is nan: 1 of 1 optimizer steps are not taken")
@@ -34,17 +34,17 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def fates(audit: AuditReport) -> Fates:
-    """Tickets by status, but for those that were trained."""
-    found: Fates = {}
-    for one in audit.tickets:
-        if one.status != "trained":
-            found.setdefault(one.status, []).append(one.ticket_id)
-    return found
+    """Return tickets by status, without those that were trained."""
+    statuses: Fates = {}
+    for ticket in audit.tickets:
+        if ticket.status != "trained":
+            statuses.setdefault(ticket.status, []).append(ticket.ticket_id)
+    return statuses
 
 
 def whys(audit: AuditReport) -> str:
-    """What is said of every ticket and file."""
-    return "\n".join([*(one.why for one in audit.tickets), *map(str, audit.problems)])
+    """Join the messages on every ticket and file."""
+    return "\n".join([*(ticket.why for ticket in audit.tickets), *map(str, audit.problems)])
 
 
 def drop(run: RunDirectory, ticket_id: int, kind: DropKind, reason: str = "why") -> None:
@@ -58,7 +58,7 @@ def delete_shard(run: RunDirectory, step: int = 2) -> None:
 def save(
     run: RunDirectory, *untrained: UntrainedBatchPart, consumed: list[int] | None = None
 ) -> Path:
-    """The checkpoint of step 3 anew."""
+    """Write the checkpoint of step 3 again."""
     return run.write_checkpoint(3, generation=1, consumed=consumed, untrained=untrained)
 
 
@@ -67,7 +67,7 @@ def all_of(*changes: Change) -> Change:
 
 
 def order(record: UntrainedBatchPart) -> Change:
-    """Somebody, or the trainer, sets a batch aside."""
+    """Set a batch aside, as a person or the trainer does."""
     return lambda run: record_quarantine(run.paths, record)
 
 
@@ -131,7 +131,7 @@ def delete_index(run: RunDirectory) -> None:
 
 
 def name_rows_of_nobody(run: RunDirectory) -> None:
-    tickets = [msgspec.structs.replace(one, rows=[90, 91]) for one in run.batches[1]]
+    tickets = [msgspec.structs.replace(ticket, rows=[90, 91]) for ticket in run.batches[1]]
     run.hand_out(2, [tickets[0], msgspec.structs.replace(tickets[1], rows=[92, 93])])
 
 
@@ -140,7 +140,7 @@ def delete_sealed_shard(run: RunDirectory) -> None:
 
 
 def put_a_trained_ticket_into(step: int) -> Change:
-    """Instead of the batch's last one."""
+    """Replace the batch's last ticket."""
     return lambda run: run.hand_out(step, [run.batches[step - 1][0], run.batches[0][0]])
 
 
@@ -234,12 +234,12 @@ FAULTS: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", [*FAULTLESS, *FAULTS])
 def test_what_became_of_every_ticket_is_told(run: RunDirectory, case: str) -> None:
-    change, expected, *said = (FAULTLESS | FAULTS)[case]
+    change, expected, *texts = (FAULTLESS | FAULTS)[case]
     change(run)
     audit = audit_run(run.paths)
     assert audit.is_consistent == (case in FAULTLESS)
     assert fates(audit) == {"dropped": [2], **expected}
-    assert all(text in whys(audit) for text in said)
+    assert all(text in whys(audit) for text in texts)
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
 
 
 def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
-    """Nothing but the gap in the ids is left of it."""
+    """Its only trace is the gap in the ids."""
     run.paths.drops.unlink()
     audit = audit_run(run.paths)
     assert fates(audit) == {"lost": [2]}
@@ -256,7 +256,7 @@ def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
 
 
 def test_a_ticket_that_cells_may_hold_is_not_lost_before_the_end(tmp_path: Path) -> None:
-    """Off-policy by one batch, two tickets may be overtaken by later ones; a third may not."""
+    """Two tickets may be overtaken by later ones at an off-policyness of one batch, a third not."""
     run = RunDirectory(tmp_path / "run", off_policyness=1)
     run.paths.drops.unlink()
     assert fates(audit_run(run.paths)) == {"open": [2]}
@@ -269,7 +269,7 @@ def test_a_ticket_that_cells_may_hold_is_not_lost_before_the_end(tmp_path: Path)
 
 
 def test_a_gap_is_no_loss_to_who_may_not_read_the_recipe(run: RunDirectory) -> None:
-    """Its group reads a run, and the recipe, which may hold keys, is its owner's alone."""
+    """Members of its group may read a run, but not the recipe, which may hold keys."""
     run.paths.drops.unlink()
     run.paths.recipe.write_text("trainer: {}\n")
     audit = audit_run(run.paths)
@@ -278,10 +278,10 @@ def test_a_gap_is_no_loss_to_who_may_not_read_the_recipe(run: RunDirectory) -> N
 
 
 def audited(run: RunDirectory, *options: str) -> tuple[int, list[str]]:
-    """How `areal-hpc audit` ends, and the lines that it prints."""
-    with redirect_stdout(StringIO()) as said:
+    """Run `areal-hpc audit`; return its exit code and the lines that it prints."""
+    with redirect_stdout(StringIO()) as output:
         code = exit_code_of("audit", run.paths.root, *options)
-    return code, said.getvalue().splitlines()
+    return code, output.getvalue().splitlines()
 
 
 def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) -> None:
@@ -295,7 +295,7 @@ def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) ->
 
 
 def keep_untrained(run: RunDirectory) -> list[UntrainedEpisodeRows]:
-    """Episodes that no ticket is made of, in a shard of the cell."""
+    """Record episodes that belong to no ticket, in a shard of the cell."""
     kept = [
         UntrainedEpisodeRows("evaluation", "e", [0]),
         UntrainedEpisodeRows("failed", "f", [1], "KeyError at a.py:1"),
@@ -312,8 +312,8 @@ def test_held_out_and_failed_episodes_are_counted_and_are_no_tickets(run: RunDir
     keep_untrained(run)
     assert fates(audit_run(run.paths)) == before
     code, lines = audited(run)
-    said = "kept beside the tickets, never trained on: 1 evaluation and 2 failed episodes"
-    assert (code, lines[-2]) == (0, said)
+    summary = "kept beside the tickets, never trained on: 1 evaluation and 2 failed episodes"
+    assert (code, lines[-2]) == (0, summary)
 
 
 def test_a_batch_that_names_a_held_out_episode_is_a_fault(run: RunDirectory) -> None:
@@ -349,5 +349,5 @@ def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirect
 
 def test_the_command_lists_every_ticket_on_request(run: RunDirectory) -> None:
     _, lines = audited(run, "--tickets")
-    told = [line.split()[1:3] for line in lines if line.startswith("ticket ")]
-    assert told == [[str(i), "dropped" if i == 2 else "trained"] for i in range(7)]
+    rows = [line.split()[1:3] for line in lines if line.startswith("ticket ")]
+    assert rows == [[str(i), "dropped" if i == 2 else "trained"] for i in range(7)]

@@ -1,4 +1,4 @@
-"""The timeline of steps: lanes as fine as a screen, and Chrome's trace, in which slices nest."""
+"""Timeline of steps: lanes as fine as a screen, and Chrome's trace, in which slices nest."""
 
 import json
 import random
@@ -25,7 +25,7 @@ from areal_hpc.view.timeline import assign_lanes, iterate_counts_under_way, writ
 from tests.support.commands import exit_code_of
 from tests.support.made_run import MadeEpisode, MadeRun, add_spans
 
-EPISODES = [MadeEpisode(cell=f"cell-{place % 2}", call_s=1.0 + place / 7) for place in range(8)]
+EPISODES = [MadeEpisode(cell=f"cell-{index % 2}", call_s=1.0 + index / 7) for index in range(8)]
 
 
 @pytest.fixture
@@ -36,36 +36,36 @@ def run(tmp_path: Path) -> MadeRun:
     return made
 
 
-def lanes_of(found: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def lanes_of(timeline: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {
-        (one["process"], lane["title"]): lane
-        for one in found["processes"]
-        for lane in one["lanes"]
+        (process["process"], lane["title"]): lane
+        for process in timeline["processes"]
+        for lane in process["lanes"]
         if lane["title"]
     }
 
 
 def test_the_last_steps_are_shown_with_what_limits_them(run: MadeRun) -> None:
-    found = describe_timeline(run.paths, {})
-    assert found["shown_steps"] == [3, 4, 5]
-    assert [one["step"] for one in found["steps"]] == [1, 2, 3, 4, 5]
-    assert found["answer"]["headline"].startswith("the run is limited by generation")
-    assert found["step_times"]["shares"]["generation"] > 0.5
-    assert found["notes"] == ["No spans of this time are recorded."]
-    assert len(encode_browser_json(found)) < 40_000
+    timeline = describe_timeline(run.paths, {})
+    assert timeline["shown_steps"] == [3, 4, 5]
+    assert [step["step"] for step in timeline["steps"]] == [1, 2, 3, 4, 5]
+    assert timeline["answer"]["headline"].startswith("the run is limited by generation")
+    assert timeline["step_times"]["shares"]["generation"] > 0.5
+    assert timeline["notes"] == ["No spans of this time are recorded."]
+    assert len(encode_browser_json(timeline)) < 40_000
 
 
 def test_spans_are_shown_in_one_time_with_links_to_rows(run: MadeRun) -> None:
     add_spans(run)
-    found = describe_timeline(run.paths, {"from": str(run.now - 3.5), "to": str(run.now)})
-    lanes = lanes_of(found)
+    timeline = describe_timeline(run.paths, {"from": str(run.now - 3.5), "to": str(run.now)})
+    lanes = lanes_of(timeline)
     (episode,) = lanes["cell-0-driver", "episodes"]["slices"]
-    assert found["begin"] + episode[0] == pytest.approx(run.now - 2.9, abs=0.05)
-    assert found["longest"][0]["name"] == "ticket 6 episode 0"
+    assert timeline["begin"] + episode[0] == pytest.approx(run.now - 2.9, abs=0.05)
+    assert timeline["longest"][0]["name"] == "ticket 6 episode 0"
     assert lanes["cell-0-proxy", "calls at replica 0"]["most"] == 1
     states = lanes["trainer-trainer", "states"]["slices"]
-    assert [one[2] for one in states] == ["batch_wait", "train"]
-    (driver,) = [one for one in found["processes"] if one["process"] == "cell-0-driver"]
+    assert [state[2] for state in states] == ["batch_wait", "train"]
+    (driver,) = [track for track in timeline["processes"] if track["process"] == "cell-0-driver"]
     assert driver["node"] == "n01"
     assert driver["shares"] == [("episodes", pytest.approx(2 / 3.5, abs=0.01))]
 
@@ -85,9 +85,9 @@ def test_a_run_that_begins_is_shown_before_its_first_step(tmp_path: Path) -> Non
     with pytest.raises(RecipeError, match="nothing of this run's time is recorded yet"):
         describe_timeline(begins.paths, {})
     add_spans(begins)
-    found = describe_timeline(begins.paths, {})
-    assert found["steps"] == []
-    assert found["end"] - found["begin"] == pytest.approx(12.0, abs=0.1)
+    timeline = describe_timeline(begins.paths, {})
+    assert timeline["steps"] == []
+    assert timeline["end"] - timeline["begin"] == pytest.approx(12.0, abs=0.1)
 
 
 @pytest.mark.parametrize("query", [{"from": "x"}, {"from": "nan"}, {"from": "20", "to": "10"}])
@@ -99,12 +99,12 @@ def test_times_that_are_none_are_refused(run: MadeRun, query: dict[str, str]) ->
 def test_slices_too_short_for_the_screen_are_drawn_as_one() -> None:
     slices = [Span("call", at / 1000, at / 1000 + 0.0005, facts={"n": at}) for at in range(100_000)]
     slices.append(Span("long", 200.0, 900.0, facts={"n": 1}))
-    found = describe_slices(slices, 0.0, 1000.0)
-    assert len(found) < MAX_SLICES_ACROSS_WIDTH
-    assert sum(one[3].get("slices", 1) for one in found) == 100_001
-    assert found[-1] == (200.0, 900.0, "long", {"n": 1})
+    drawn = describe_slices(slices, 0.0, 1000.0)
+    assert len(drawn) < MAX_SLICES_ACROSS_WIDTH
+    assert sum(part[3].get("slices", 1) for part in drawn) == 100_001
+    assert drawn[-1] == (200.0, 900.0, "long", {"n": 1})
     closer = describe_slices(slices[:100], 0.0, 0.1)
-    assert [one[3] for one in closer] == [{"n": at} for at in range(100)]
+    assert [part[3] for part in closer] == [{"n": at} for at in range(100)]
 
 
 def test_more_lanes_than_fit_are_counted(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_more_lanes_than_fit_are_counted(tmp_path: Path) -> None:
     made.paths.spans_dir.mkdir()
     begin = made.now - 1
     spans = [
-        Span("episode", begin, begin + 0.5, "episodes", {"ticket_id": place})
-        for place in range(4 * MAX_LANES_PER_TRACK)
+        Span("episode", begin, begin + 0.5, "episodes", {"ticket_id": number})
+        for number in range(4 * MAX_LANES_PER_TRACK)
     ]
     append_lines(
         made.paths.spans("cell-0-driver"), [ProcessStart(begin - 1, "n01", 3, begin - 1), *spans]
@@ -124,8 +124,8 @@ def test_more_lanes_than_fit_are_counted(tmp_path: Path) -> None:
 
 
 SLICED = [
-    MadeEpisode(cell=f"cell-{place % 2}", call_s=0.3 + place / 7, tool_s=place / 9)
-    for place in range(8)
+    MadeEpisode(cell=f"cell-{index % 2}", call_s=0.3 + index / 7, tool_s=index / 9)
+    for index in range(8)
 ]
 
 
@@ -140,15 +140,15 @@ def make_run(root: Path) -> MadeRun:
 
 
 def list_events(content: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    return [one for one in content["traceEvents"] if one["ph"] == kind]
+    return [event for event in content["traceEvents"] if event["ph"] == kind]
 
 
 def assert_slices_nest(content: dict[str, Any]) -> None:
-    """On a thread a slice lies within another one or beside it, as the format demands."""
+    """Assert that a thread's slices lie within or beside one another, as the format demands."""
     by_thread = defaultdict(list)
-    for one in list_events(content, "X"):
-        assert one["dur"] >= 0
-        by_thread[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+    for event in list_events(content, "X"):
+        assert event["dur"] >= 0
+        by_thread[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for spans in by_thread.values():
         open_ends: list[int] = []
         for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -165,7 +165,7 @@ def test_lanes_never_overlap_and_are_as_few_as_may_be() -> None:
     lanes = assign_lanes(slices)
     for lane in set(lanes):
         own = sorted(
-            (one.begin, one.end) for one, its in zip(slices, lanes, strict=True) if its == lane
+            (part.begin, part.end) for part, its in zip(slices, lanes, strict=True) if its == lane
         )
         assert all(end <= begin for (_, end), (begin, _) in pairwise(own))
     assert max(lanes) + 1 == max(count for _, count in iterate_counts_under_way(slices))
@@ -194,9 +194,9 @@ def test_a_trace_has_states_calls_episodes_and_events_in_one_time(tmp_path: Path
     content = json.loads(out.read_text())
     assert_slices_nest(content)
     names = {
-        one["pid"]: one["args"]["name"]
-        for one in list_events(content, "M")
-        if one["name"] == "process_name"
+        event["pid"]: event["args"]["name"]
+        for event in list_events(content, "M")
+        if event["name"] == "process_name"
     }
     assert sorted(names.values()) == [
         *("cell-0-driver (n01)", "cell-0-proxy (n01)", "events", "steps"),
@@ -204,13 +204,13 @@ def test_a_trace_has_states_calls_episodes_and_events_in_one_time(tmp_path: Path
     ]
     (published,) = [one for one in list_events(content, "X") if one["name"] == "weights_published"]
     assert published["dur"] == pytest.approx(70_000, abs=2)
-    assert [one["name"] for one in list_events(content, "i")] == ["process_exited"]
-    counts = [one["args"]["calls at replica 0"] for one in list_events(content, "C")]
+    assert [event["name"] for event in list_events(content, "i")] == ["process_exited"]
+    counts = [event["args"]["calls at replica 0"] for event in list_events(content, "C")]
     assert (max(counts), counts[-1]) == (1, 0)
     zero = content["otherData"]["startedAtUnixS"]
-    found = {one["name"]: one for one in list_events(content, "X")}
-    episode = found["ticket 6 episode 0"]
+    slices = {event["name"]: event for event in list_events(content, "X")}
+    episode = slices["ticket 6 episode 0"]
     assert zero + episode["ts"] / 1e6 == pytest.approx(run.now - 2.9, abs=0.05)
     assert episode["args"]["reward"] == 1.0
     assert episode["args"]["row"].startswith("cell-")
-    assert found["batch_wait"]["dur"] == pytest.approx(2e6, abs=1000)
+    assert slices["batch_wait"]["dur"] == pytest.approx(2e6, abs=1000)

@@ -1,4 +1,4 @@
-"""Recorded conversations: what is found, how it is shown, and that it controls no terminal."""
+"""Recorded conversations: search, display, and control characters that reach no terminal."""
 
 import argparse
 import logging
@@ -49,7 +49,7 @@ CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowIndex]:
-    """Of one failed episode with the reward 0.25, at the evaluation of step 20."""
+    """Index of one failed episode with the reward 0.25, at the evaluation of step 20."""
     paths = RunPaths(tmp_path_factory.mktemp("index"))
     seal_in(paths, [replace(trajectory(1, reward=0.25), kind=RowKind.FAILED, eval_step=20)])
     with closing(RowIndex(paths, None)) as made:
@@ -58,7 +58,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowIndex]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "part"),
     [
         ("", "comparisons are joined wrongly"),
         ("stepp=20", "there is no field 'stepp'"),
@@ -78,10 +78,10 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RowIndex]:
         ("__import__('os')", "\"__import__'os'\" is no comparison"),
     ],
 )
-def test_a_wrong_expression_is_refused_with_the_place_and_the_fields(text: str, said: str) -> None:
+def test_a_wrong_expression_is_refused_with_the_place_and_the_fields(text: str, part: str) -> None:
     with pytest.raises(RecipeError) as caught:
         compile_filter(text)
-    assert said in str(caught.value)
+    assert part in str(caught.value)
     assert "at: --where" in str(caught.value)
     assert "there are kind, step, ticket" in str(caught.value)
 
@@ -93,7 +93,7 @@ def test_any_text_is_an_expression_or_an_error_in_words(index: RowIndex, text: s
 
 
 def conversation(ticket_id: int, episode: int, reply: str, **fields: Any) -> TrajectoryRow:
-    """A question, a tool call, its result and an answer, in two calls."""
+    """Make a question, a tool call, its result and an answer, in two calls."""
     messages = [
         QUESTION,
         {
@@ -151,7 +151,7 @@ def run(paths: RunPaths) -> RunPaths:
     return paths
 
 
-def found(run: RunPaths, where: str = "", sort_by: str = "", **query: Any) -> list[int]:
+def find_numbers(run: RunPaths, where: str = "", sort_by: str = "", **query: Any) -> list[int]:
     rows, _ = find_rows(run.root, RowQuery(where, sort_descending_by=sort_by, **query))
     return [row.number for row in rows]
 
@@ -181,20 +181,20 @@ def found(run: RunPaths, where: str = "", sort_by: str = "", **query: Any) -> li
     ],
 )
 def test_rows_are_found_by_what_was_recorded(run: RunPaths, where: str, numbers: list[int]) -> None:
-    assert found(run, where) == numbers
+    assert find_numbers(run, where) == numbers
 
 
 def test_rows_are_sorted_by_a_field_and_those_without_it_come_last(run: RunPaths) -> None:
-    assert found(run, sort_by="length")[0] == 1
-    assert found(run, sort_by="seconds")[-1] == 4
-    assert found(run, sort_by="step") == [3, 0, 1, 2, 4]
-    assert found(run, sort_by="length", max_rows=1) == [1]
-    assert found(run, max_rows=2) == [3, 4]
-    assert found(run, ticket_id=2) == [2, 4]
+    assert find_numbers(run, sort_by="length")[0] == 1
+    assert find_numbers(run, sort_by="seconds")[-1] == 4
+    assert find_numbers(run, sort_by="step") == [3, 0, 1, 2, 4]
+    assert find_numbers(run, sort_by="length", max_rows=1) == [1]
+    assert find_numbers(run, max_rows=2) == [3, 4]
+    assert find_numbers(run, ticket_id=2) == [2, 4]
     with pytest.raises(RecipeError, match="no row of ticket 9"):
-        found(run, ticket_id=9)
+        find_numbers(run, ticket_id=9)
     with pytest.raises(RecipeError, match="no field 'size'"):
-        found(run, sort_by="size")
+        find_numbers(run, sort_by="size")
 
 
 def shown(run: RunPaths, where: str, width: int = 100) -> list[str]:
@@ -277,12 +277,12 @@ def test_a_number_and_a_filter_are_no_query(paths: RunPaths) -> None:
 
 
 ATTACK = "\x1b]52;c;aGk=\x07\x1b[1A\x1b[2K\x9b2J\u202e"
-"""Writes the clipboard, deletes the line above, clears the screen, turns the text round."""
+"""Text that writes the clipboard, deletes the line above, clears the screen, turns the text."""
 SHOWN = "\\x1b]52;c;aGk=\\x07\\x1b[1A\\x1b[2K\\x9b2J\\u202e"
 
 
 def make_failure() -> AgentError:
-    """What a driver makes of an agent that repeats a reply in its exception."""
+    """Make a driver's error of an agent that repeats a reply in its exception."""
     try:
         raise ValueError(f"bad reply: {ATTACK}")
     except ValueError as error:
@@ -304,7 +304,7 @@ def record_failure(paths: RunPaths) -> None:
 
 def assert_is_shown_spelled_out(text: str) -> None:
     assert SHOWN in text
-    assert all(one.isprintable() or one == "\n" for one in text)
+    assert all(character.isprintable() or character == "\n" for character in text)
 
 
 def test_run_obeys_no_failed_agent(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
