@@ -1,4 +1,4 @@
-"""What many unit tests need."""
+"""Fixtures that many unit tests need."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Task sets are checked when they are made, not when an episode trips over them."""
+"""Task sets are checked when they are made, before any episode."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 
 SAMPLES = Path(__file__).parents[1] / "samples"
-"""Made by `datasets` 5.2: `save_to_disk` and `to_parquet` of the same two rows."""
+"""Output of `save_to_disk` and `to_parquet` of `datasets` 5.2, from the same two rows."""
 ANSWERS = ["She has 3+4=<<3+4=7>>7 clips.\n#### 7", "Two boxes hold 2*1200=<<2*1200=2400>>2400"]
 COMMIT = "5f1e7ac0" * 5
 GOOD: dict[str, Any] = {"generator": "made_up_tasks:good"}
@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {"generator": "made_up_tasks:good"}
 
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of a user: generators, and what makes tasks of rows."""
+    """Functions of a user: generators, and converters of rows to tasks."""
     (tmp_path / "made_up_tasks.py").write_text(
         "def good(size): return ({'n': i} for i in range(size))\n"
         "def empty(): return []\n"
@@ -102,9 +102,9 @@ def test_the_source_at_fault_is_named_and_leaves_no_file(
 
 @pytest.mark.parametrize("path", [SAMPLES / "gsm8k.parquet", SAMPLES / "gsm8k_saved" / "train"])
 def test_tables_are_read_row_by_row(path: Path) -> None:
-    found = read(path=path)
-    assert [row["answer"].startswith(a) for row, a in zip(found, ANSWERS, strict=True)] == [1, 1]
-    assert list(found[0]) == ["question", "answer"]
+    rows = read(path=path)
+    assert [row["answer"].startswith(a) for row, a in zip(rows, ANSWERS, strict=True)] == [1, 1]
+    assert list(rows[0]) == ["question", "answer"]
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_what_is_not_cached_is_named_with_what_fetches_it(cache: None, hub: str)
 def test_a_generator_makes_tasks_of_reasoning_gym() -> None:
     generator = "areal_hpc.dataset.adapters:make_reasoning_tasks"
     wanted = {"name": "chain_sum", "size": 3, "seed": 5, "min_terms": 2}
-    found = read(generator=generator, kwargs=wanted)
-    assert len(found) == 3
-    assert found == read(generator=generator, kwargs=wanted)
-    assert found[0]["metadata"]["source_dataset"] == "chain_sum"
-    assert found[0]["messages"] == [{"role": "user", "content": found[0]["question"]}]
+    rows = read(generator=generator, kwargs=wanted)
+    assert len(rows) == 3
+    assert rows == read(generator=generator, kwargs=wanted)
+    assert rows[0]["metadata"]["source_dataset"] == "chain_sum"
+    assert rows[0]["messages"] == [{"role": "user", "content": rows[0]["question"]}]
     with pytest.raises(RecipeError, match="no_such_task"):
         read(generator=generator, kwargs={"name": "no_such_task", "size": 1, "seed": 1})
     with pytest.raises(RecipeError, match="'seed'"):
@@ -167,7 +167,7 @@ def test_a_generator_makes_tasks_of_reasoning_gym() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({}, "exactly one"),
         ({"generator": "a:b", "sources": [{"generator": "c:d"}]}, "exactly one"),
@@ -177,8 +177,8 @@ def test_a_generator_makes_tasks_of_reasoning_gym() -> None:
         ({"sources": [{"path": "x"}], "to_task": "a:b"}, "each of `sources` has a `to_task`"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_keys_that_do_not_go_together_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TrainTaskSetConfig.model_validate(wrong)
 
 

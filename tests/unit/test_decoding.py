@@ -1,4 +1,4 @@
-"""Several threads decode a type for the first time; `msgspec.json.decode` crashes there."""
+"""Threads may decode a type at once for the first time, where `msgspec.json.decode` crashes."""
 
 import subprocess
 import sys

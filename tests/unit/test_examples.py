@@ -1,4 +1,4 @@
-"""What example agents and tools tell the model, and how they judge it, without a model."""
+"""Example agents and tools: their messages to a model and their judgments, without a model."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ from tests.support.sample_trajectories import seal_in, trajectory
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "result"),
     [
         ('{"expression": "12 * (3 + 4)"}', "84"),
         ('{"expression": "1/3 + 1/6"}', "1/2"),
@@ -34,8 +34,8 @@ from tests.support.sample_trajectories import seal_in, trajectory
         ("{", "error: give an expression"),
     ],
 )
-def test_the_calculator_is_exact_and_survives_the_model(arguments: str, told: str) -> None:
-    assert calculate(arguments).startswith(told)
+def test_the_calculator_is_exact_and_survives_the_model(arguments: str, result: str) -> None:
+    assert calculate(arguments).startswith(result)
 
 
 def test_a_question_of_hotpotqa_brings_its_passages() -> None:
@@ -73,18 +73,18 @@ def test_a_shard_is_read_by_the_script(paths: RunPaths) -> None:
     rows = [trajectory(number, tokens=6) for number in range(2)]
     shard = seal_in(paths, rows)
     program = CHECKOUT / "examples" / "read_shard.py"
-    said = said_by(
+    output = said_by(
         run_program(
             sys.executable, program, paths.shards_dir / shard.file, paths.starting_model_dir
         )
     )
     for number, row in enumerate(rows):
         trained = int(np.count_nonzero(row.loss_mask_T))
-        assert f"row {number}: reward {row.reward:g}, {trained} tokens trained" in said
+        assert f"row {number}: reward {row.reward:g}, {trained} tokens trained" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "result"),
     [
         ('{"expression": "2 * (3 + 4)"}', "14"),
         ('{"expression": "1 / 0"}', "error: division by zero"),
@@ -95,8 +95,8 @@ def test_a_shard_is_read_by_the_script(paths: RunPaths) -> None:
         ("[" * 100_000, "error: give an expression"),
     ],
 )
-def test_a_call_of_the_calculator_ends_no_episode(arguments: str, told: str) -> None:
-    assert call_calculator(arguments) == told
+def test_a_call_of_the_calculator_ends_no_episode(arguments: str, result: str) -> None:
+    assert call_calculator(arguments) == result
 
 
 seeds = st.integers(0, 1000)

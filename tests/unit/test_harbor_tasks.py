@@ -1,4 +1,4 @@
-"""Harbor's task folders as rows, and what of them is refused by name."""
+"""Harbor's task folders become rows, and unsupported parts are refused by name."""
 
 import asyncio
 import errno
@@ -43,9 +43,9 @@ def write_task(folder: Path, task: str = "", container: str = "FROM debian:12\n"
 
 
 def read(folder: Path) -> HarborTask:
-    found = find_harbor_task(json.loads(json.dumps(read_task_folder(folder))))
-    assert found is not None
-    return found
+    task = find_harbor_task(json.loads(json.dumps(read_task_folder(folder))))
+    assert task is not None
+    return task
 
 
 def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: Path) -> None:
@@ -63,13 +63,13 @@ def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: P
     assert row["messages"] == [{"role": "user", "content": "Do it."}]
     assert row["limits"] == {"timeout_s": 37.0}
     assert list_source_paths(config, "train_dataset") == [tmp_path]
-    found = read(folder)
-    assert found.variables == {"A": "1", "B": "two words"}
-    assert found.copies == (("environment/app", "/app"), ("environment/app/a.py", "/data/a.py"))
-    assert found.folders == ("/logs", "/tests", "/solution", "/app", "/data")
-    assert (found.work_dir, found.has_network, found.test_timeout_s) == ("/app", False, 7.0)
-    assert (found.memory_bytes, found.disk_bytes) == (1 << 30, 8 << 20)
-    assert found.test_variables == {"C": "x"}
+    loaded = read(folder)
+    assert loaded.variables == {"A": "1", "B": "two words"}
+    assert loaded.copies == (("environment/app", "/app"), ("environment/app/a.py", "/data/a.py"))
+    assert loaded.folders == ("/logs", "/tests", "/solution", "/app", "/data")
+    assert (loaded.work_dir, loaded.has_network, loaded.test_timeout_s) == ("/app", False, 7.0)
+    assert (loaded.memory_bytes, loaded.disk_bytes) == (1 << 30, 8 << 20)
+    assert loaded.test_variables == {"C": "x"}
 
 
 def test_unreadable_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +103,12 @@ def test_a_root_file_system_beside_the_dockerfile_stands_for_its_image(tmp_path:
     folder = write_task(tmp_path / "one", "[environment]\ndocker_image = 'a/b:1'\n", container)
     with pytest.raises(RecipeError) as caught:
         read_task_folder(folder)
-    said = [problem.message for problem in caught.value.problems]
-    assert said == ["its image has to be built: RUN make", "its image a/b:1 has to be fetched"]
+    messages = [problem.message for problem in caught.value.problems]
+    assert messages == ["its image has to be built: RUN make", "its image a/b:1 has to be fetched"]
     (folder / "environment/rootfs").mkdir()
-    found = read(folder)
-    assert (found.root, found.work_dir) == (str(folder / "environment/rootfs"), "/src")
-    assert found.copies == ()
+    task = read(folder)
+    assert (task.root, task.work_dir) == (str(folder / "environment/rootfs"), "/src")
+    assert task.copies == ()
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_a_task_whose_links_lead_out_of_its_folder_is_refused(name: str, tmp_pat
     (secret / "key").write_text("of the user")
     container = "FROM x\nCOPY data/key /app/key\n" if name.endswith("data") else ""
     folder = write_task(tmp_path / "one", container=container or "FROM x\n")
-    place = folder / name
+    path = folder / name
     target: Path = secret
-    if place.is_file():
-        target = place.rename(secret / place.name)
-    elif place.exists():
-        target = place.rename(secret / "moved")
-    place.symlink_to(target)
+    if path.is_file():
+        target = path.rename(secret / path.name)
+    elif path.exists():
+        target = path.rename(secret / "moved")
+    path.symlink_to(target)
     with pytest.raises(RecipeError, match=f"{name}.* leads to {secret}"):
         read_task_folder(folder)
 
@@ -200,8 +200,8 @@ def test_an_instruction_that_cannot_be_read_is_quoted(line: str, tmp_path: Path)
 
 def test_a_file_goes_into_the_working_folder_and_never_in_its_place(tmp_path: Path) -> None:
     container = "FROM x\nWORKDIR /app\nCOPY\tapp/a.py /app\n"
-    found = read(write_task(tmp_path / "one", container=container))
-    assert found.copies == (("environment/app/a.py", "/app/a.py"),)
+    task = read(write_task(tmp_path / "one", container=container))
+    assert task.copies == (("environment/app/a.py", "/app/a.py"),)
 
 
 def test_rewards_of_files_are_read_as_harbor_reads_them() -> None:
@@ -241,6 +241,6 @@ def test_a_dockerfile_is_read_as_docker_reads_it(
     tmp_path: Path, container: str, work_dir: str, variables: dict[str, str], built: int
 ) -> None:
     (tmp_path / "Dockerfile").write_text(container)
-    found = read_container_file(tmp_path / "Dockerfile")
-    assert (found.work_dir, found.variables, found.copies) == (work_dir, variables, [])
-    assert len(found.instructions_needing_build) == built
+    parsed = read_container_file(tmp_path / "Dockerfile")
+    assert (parsed.work_dir, parsed.variables, parsed.copies) == (work_dir, variables, [])
+    assert len(parsed.instructions_needing_build) == built

@@ -1,4 +1,4 @@
-"""Isolated workers: what they see, what they reach, and how they start and end."""
+"""Isolated workers: visible files, reachable hosts, start and end."""
 
 import asyncio
 import importlib
@@ -26,12 +26,12 @@ REWARD = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
 def read_variables(
     hosts: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Those of an isolated worker."""
+    """Read the variables of an isolated worker."""
     settings = WorkerSettings(hosts=hosts)
     with open_worker_command([WORKER_LOOP_FILE], settings, variables=variables) as command:
         args = command["args"]
-    places = [place for place, one in enumerate(args) if one == "--setenv"]
-    return {args[place + 1]: args[place + 2] for place in places}
+    places = [index for index, argument in enumerate(args) if argument == "--setenv"]
+    return {args[index + 1]: args[index + 2] for index in places}
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,18 @@ def read_variables(
 def test_a_gym_reaches_servers_of_its_own_without_the_proxy(
     hosts: tuple[str, ...], variables: dict[str, str], direct: str
 ) -> None:
-    found = read_variables(hosts, variables)
-    assert (found["NO_PROXY"], found["no_proxy"]) == (direct, direct)
-    assert found["HTTPS_PROXY"].startswith("http://127.0.0.1:")
+    environment = read_variables(hosts, variables)
+    assert (environment["NO_PROXY"], environment["no_proxy"]) == (direct, direct)
+    assert environment["HTTPS_PROXY"].startswith("http://127.0.0.1:")
 
 
 def test_a_worker_has_the_variables_that_programs_need(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = {"LD_LIBRARY_PATH": "/usr/lib/x", "LC_ALL": "C", "SSL_CERT_DIR": "/usr/share/x"}
     for name, value in (passed | {"SSL_CERT_FILE": "/not/shown.pem", "SECRET": "s"}).items():
         monkeypatch.setenv(name, value)
-    found = read_variables()
-    assert passed.items() <= found.items()
-    assert not {"SECRET", "SSL_CERT_FILE"} & found.keys()  # a client would not find the file
+    environment = read_variables()
+    assert passed.items() <= environment.items()
+    assert not {"SECRET", "SSL_CERT_FILE"} & environment.keys()  # a client would not find the file
 
 
 @pytest.mark.parametrize("is_python_path", [False, True])
@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_shown_is_named(
 ) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for folder, said in ((tmp_path / "missing", "is no folder"), (tmp_path, "your home")):
+    for folder, reason in ((tmp_path / "missing", "is no folder"), (tmp_path, "your home")):
         variables = {"PYTHONPATH": str(folder)} if is_python_path else {}
         opened = open_worker_command(
             [WORKER_LOOP_FILE],
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_shown_is_named(
             variables=variables,
             readonly_folders=() if is_python_path else [str(folder)],
         )
-        with pytest.raises(RecipeError, match=f"{folder} cannot be shown.*{said}"), opened:
+        with pytest.raises(RecipeError, match=f"{folder} cannot be shown.*{reason}"), opened:
             pass
 
 
@@ -85,9 +85,9 @@ def test_hosts_are_checked_and_known_as_the_forwarder_knows_them() -> None:
         (GymAgent, {"script": "x.py", "config": {}}),
         (VerifiersAgent, {"taskset": {"id": "x"}}),
     ):
-        for one in ("example.com", "https://example.com", "example.com:80/a", "a:port", ":80", ""):
+        for host in ("example.com", "https://example.com", "example.com:80/a", "a:port", ":80", ""):
             with pytest.raises(RecipeError, match="HOST:PORT") as caught:
-                kind(**kwargs, hosts=[one])
+                kind(**kwargs, hosts=[host])
             assert caught.value.problems[0].key == "rollout.workflow_kwargs.hosts"
     with pytest.raises(RecipeError, match="'shop' is no URL") as caught:
         McpAgent({"shop": {"url": "shop"}}, REWARD)

@@ -1,4 +1,4 @@
-"""What a person at a terminal is told: errors, progress, storage that is not as it should be."""
+"""Messages at a terminal: errors, progress, and faults of the storage."""
 
 import errno
 import io
@@ -92,7 +92,7 @@ def test_an_error_survives_a_pickle_with_all_that_it_carries(error: ArealError) 
 
 
 def test_a_failure_s_text_begins_no_line_of_its_own() -> None:
-    """As it stands in `status`, `why` and `shards show`."""
+    """`status`, `why` and `shards show` print it as one line."""
     shown = escape_line("task 3 failed: no\n\x1b[2Jall is well\nreward 1.0")
     assert [line[:6] for line in shown.splitlines()] == ["task 3", "      ", "      "]
     assert "\x1b" not in shown
@@ -137,9 +137,9 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     append_line(paths.metrics, {"step": 1, **STEP})
     reporter.close()
     assert steps_in(capsys.readouterr().out) == [1]
-    again = PlainReporter(paths, total_steps=3, sft_steps=0)
+    second = PlainReporter(paths, total_steps=3, sft_steps=0)
     append_line(paths.metrics, {"step": 2, **STEP})
-    again.close()
+    second.close()
     assert steps_in(capsys.readouterr().out) == [2], "not what an earlier launch told"
 
 
@@ -153,16 +153,16 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     reporter.report_new_steps()
     append_line(paths.metrics, {"step": 3, **STEP, "eval/reward": 0.75})
     reporter.close()
-    told = capsys.readouterr().out.splitlines()
-    assert steps_in("\n".join(told)) == [1, 2, 1, 3]
-    assert told[2].split() == ["step", "1/3", "held-out", "0.250"]
-    assert "reward 0.500  held-out 0.750" in told[3]
+    lines = capsys.readouterr().out.splitlines()
+    assert steps_in("\n".join(lines)) == [1, 2, 1, 3]
+    assert lines[2].split() == ["step", "1/3", "held-out", "0.250"]
+    assert "reward 0.500  held-out 0.750" in lines[3]
     assert RunView(paths).evaluations == [(1, 0.25), (3, 0.75)]
 
 
 def test_evaluations_count_their_tasks(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load_recipe(QUICKSTART, ["evaluation.sets.held.dataset.path=x.jsonl"])
-    sets = [one for one in recipe.evaluation_sets if one.name == "held"]
+    sets = [entry for entry in recipe.evaluation_sets if entry.name == "held"]
     bound = sets[0].tasks
     EvaluationReporter(paths, sets).show_progress("train")
     reporter = EvaluationReporter(paths, sets)

@@ -1,4 +1,4 @@
-"""Images and root file systems in archives: unpacked once, whole, and nowhere but there."""
+"""Archives of images and root file systems are unpacked once, whole, and only into a folder."""
 
 import contextlib
 import gzip
@@ -29,11 +29,11 @@ from areal_hpc.sandbox.images import (
 from areal_hpc.sandbox.unpacked_tree import ArchiveTooLargeError, UnpackedTree
 
 Entry = tuple[str, str | bytes | None]
-"""A name and its content: bytes of a file, a link's target, None for a folder."""
+"""Name and content: bytes of a file, a link's target, None for a folder."""
 
 
 def make_layer(entries: Iterable[Entry]) -> bytes:
-    """A layer: a tar, compressed. A name that begins with `=` is a hard link."""
+    """Make a layer, a compressed tar. A name that begins with `=` is a hard link."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name, content in entries:
@@ -59,11 +59,11 @@ def write_image(path: Path, layers: Sequence[bytes], **config: Any) -> Path:
         return {"mediaType": media_type, "digest": digest, "size": len(content)}
 
     kind = "application/vnd.oci.image"
-    described = [add(one, f"{kind}.layer.v1.tar+gzip") for one in layers]
+    described = [add(layer, f"{kind}.layer.v1.tar+gzip") for layer in layers]
     settings = add(json.dumps({"config": config}).encode(), f"{kind}.config.v1+json")
     manifest = {"schemaVersion": 2, "config": settings, "layers": described}
-    found = add(json.dumps(manifest).encode(), f"{kind}.manifest.v1+json")
-    blobs["index.json"] = json.dumps({"schemaVersion": 2, "manifests": [found]}).encode()
+    descriptor = add(json.dumps(manifest).encode(), f"{kind}.manifest.v1+json")
+    blobs["index.json"] = json.dumps({"schemaVersion": 2, "manifests": [descriptor]}).encode()
     blobs["oci-layout"] = b'{"imageLayoutVersion": "1.0.0"}'
     with tarfile.open(path, "w") as archive:
         for name, content in blobs.items():
@@ -101,8 +101,8 @@ def write_tar(path: Path, files: Mapping[str, str], top: str = "./") -> Path:
 def test_a_tar_loses_its_devices_and_no_folder_of_such_a_name(top: str, tmp_path: Path) -> None:
     names = ("usr/include/sys/types.h", "home/app/dev/x.py", "var/proc/a", "dev/null", "sys/b/c")
     root = get_cached_root(write_tar(tmp_path / "root.tar", dict.fromkeys(names, ""), top))
-    found = sorted(str(one.relative_to(root)) for one in root.rglob("*") if one.is_file())
-    assert found == sorted(names[:3])
+    files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    assert files == sorted(names[:3])
 
 
 def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path:
     held, other = cache / f"{'1' * 32}.partial", cache / ("2" * 32)
     held.mkdir()
     other.mkdir()
-    with images._hold_file_lock(held):  # by one that is at work
+    with images._hold_file_lock(held):  # by a process at work
         assert get_cached_root(archive) == root
     assert (root / "etc/os").is_file()
-    assert not any(one.exists() for one in killed)
+    assert not any(path.exists() for path in killed)
     assert held.exists()
     assert other.exists()
 
@@ -138,7 +138,7 @@ def test_a_root_that_nobody_uses_makes_room_and_one_in_use_stays(tmp_path: Path)
 def test_hard_links_to_what_is_left_out_are_left_out_too(tmp_path: Path) -> None:
     layer = make_layer([("dev/null", b""), ("a", b"1"), ("=b", "a"), ("=c", "dev/null")])
     root = get_cached_root(write_image(tmp_path / "image.tar", [layer]))
-    assert sorted(one.name for one in root.iterdir()) == ["a", "b", "dev"]
+    assert sorted(path.name for path in root.iterdir()) == ["a", "b", "dev"]
     broken = write_image(tmp_path / "broken.tar", [make_layer([("=b", "missing")])])
     with pytest.raises(RecipeError, match="hard link to missing, which is missing"):
         get_cached_root(broken)
@@ -176,7 +176,7 @@ def test_a_root_has_no_devices_and_no_name_that_another_user_knows(tmp_path: Pat
             tar.addfile(member)
         tar.addfile(tarfile.TarInfo("x/file"))
     root = get_cached_root(archive)
-    assert [one.name for one in (root / "x").iterdir()] == ["file"]
+    assert [path.name for path in (root / "x").iterdir()] == ["file"]
     assert root.parent.stat().st_mode & 0o077 in (0, 0o011)
     secret = root.parent / "secret"
     assert secret.stat().st_mode & 0o777 == 0o600
@@ -185,7 +185,7 @@ def test_a_root_has_no_devices_and_no_name_that_another_user_knows(tmp_path: Pat
 
 
 def unpack(tmp_path: Path, *layers: list[Entry]) -> Path:
-    archive = write_image(tmp_path / "image.tar", [make_layer(one) for one in layers])
+    archive = write_image(tmp_path / "image.tar", [make_layer(layer) for layer in layers])
     image, folder = read_image(archive), tmp_path / "rootfs"
     assert image is not None
     folder.mkdir()
@@ -216,7 +216,7 @@ def test_links_are_followed_within_the_image_and_never_out_of_it(tmp_path: Path)
         [("lib/b", b"2"), ("out/planted", b"x"), ("up/planted", b"x"), ("../../above", b"x")],
     )
     assert not [*outside.iterdir()]
-    assert {one.name for one in tmp_path.iterdir()} == {"outside", "image.tar", "rootfs"}
+    assert {path.name for path in tmp_path.iterdir()} == {"outside", "image.tar", "rootfs"}
     assert (folder / "usr/lib/b").read_bytes() == b"2"
     assert (folder / "planted").read_bytes() == b"x"
     assert Path(f"{folder}{outside}/planted").read_bytes() == b"x"
@@ -243,9 +243,9 @@ def test_names_of_the_folder_above_are_refused(name: str, tmp_path: Path) -> Non
 def test_a_blob_that_is_not_what_its_digest_says_is_refused(tmp_path: Path) -> None:
     archive = write_image(tmp_path / "image.tar", [make_layer([("a", b"of the image")])])
     with tarfile.open(archive) as file:
-        place = next(one.offset_data for one in file if one.name.startswith("blobs/"))
+        offset = next(member.offset_data for member in file if member.name.startswith("blobs/"))
     content = bytearray(archive.read_bytes())
-    content[place + 4] ^= 1  # the time in gzip's header, which nothing else looks at
+    content[offset + 4] ^= 1  # the time in gzip's header, which nothing else looks at
     archive.write_bytes(content)
     image = read_image(archive)
     assert image is not None
@@ -256,8 +256,8 @@ def test_a_blob_that_is_not_what_its_digest_says_is_refused(tmp_path: Path) -> N
 
 def test_an_image_without_one_of_its_layers_is_refused_before_a_run(tmp_path: Path) -> None:
     layer = make_layer([("a", b"of the image")])
-    whole = write_image(tmp_path / "image.tar", [layer])
-    with tarfile.open(whole) as file, tarfile.open(tmp_path / "cut.tar", "w") as cut:
+    image = write_image(tmp_path / "image.tar", [layer])
+    with tarfile.open(image) as file, tarfile.open(tmp_path / "cut.tar", "w") as cut:
         for member in file:
             content = file.extractfile(member)
             assert content is not None
@@ -277,7 +277,7 @@ def test_other_tars_are_no_images(tmp_path: Path) -> None:
 
 
 ArchiveEntry = tuple[str, bytes, str | bytes]
-"""A name, a type of tar, its link or its content."""
+"""Name, type of tar, and link or content."""
 FILE, LINK, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 LONG = "d" * 247
 
@@ -297,7 +297,7 @@ def make_archive(entries: Iterable[ArchiveEntry]) -> bytes:
 
 
 def build_realpath_overflow(home: str) -> list[ArchiveEntry]:
-    """As of CVE-2025-4517: a link through which realpath(3) sees no more, as it gets too long."""
+    """Build CVE-2025-4517: a link whose path gets too long for realpath(3) to resolve it."""
     entries: list[ArchiveEntry] = []
     path = ""
     for letter in "abcdefghijklmnop":
@@ -340,7 +340,7 @@ ESCAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_no_archive_of_a_program_leaves_its_folder(name: str, tmp_path: Path) -> None:
-    """Neither while it is unpacked nor when somebody follows what was unpacked."""
+    """Nothing leads out of it during the unpacking, or when somebody follows a link later."""
     home, target = tmp_path / "home", tmp_path / "target"
     home.mkdir()
     target.mkdir()
@@ -348,11 +348,11 @@ def test_no_archive_of_a_program_leaves_its_folder(name: str, tmp_path: Path) ->
     archive = make_archive(ESCAPES[name](str(home).lstrip("/")))
     with contextlib.suppress(ValueError, OSError):  # refused: a link to nothing, a path too long
         _unpack(archive, target)
-    assert [one.name for one in home.iterdir()] == ["marker"]
+    assert [path.name for path in home.iterdir()] == ["marker"]
     assert (home / "marker").read_text() == "the user's"
     for folder, folders, files in os.walk(target):
-        for one in (*folders, *files):
-            assert Path(os.path.realpath(f"{folder}/{one}")).is_relative_to(target), one
+        for member in (*folders, *files):
+            assert Path(os.path.realpath(f"{folder}/{member}")).is_relative_to(target), member
 
 
 def test_what_git_and_npm_link_stays_and_nothing_but_files_comes_along(tmp_path: Path) -> None:
@@ -367,24 +367,24 @@ def test_what_git_and_npm_link_stays_and_nothing_but_files_comes_along(tmp_path:
     ]
     assert _unpack(make_archive(entries), tmp_path) == 1
     assert (tmp_path / "current/.bin/tool").read_bytes() == b"run"
-    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.glob("**/*"))
-    assert found == [
+    paths = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/*"))
+    assert paths == [
         *[".wh.file", "current", "node_modules", "node_modules/.bin", "node_modules/.bin/tool"],
         *["node_modules/tool", "node_modules/tool/cli.js", "venv"],
     ]
 
 
 def test_a_link_in_the_place_of_a_folder_takes_no_file_of_the_user(tmp_path: Path) -> None:
-    """Nor does a file in the place of a folder, or of a link, end the unpacking."""
+    """A file in the place of a folder or of a link does not end the unpacking."""
     home, target = tmp_path / "home", tmp_path / "target"
     home.mkdir()
     (home / "f0").write_text("the user's")
     target.mkdir()
-    entries: list[ArchiveEntry] = [(f"{one}/f0", LINK, "/nowhere") for one in "abc"]
+    entries: list[ArchiveEntry] = [(f"{folder}/f0", LINK, "/nowhere") for folder in "abc"]
     entries += [("a", LINK, str(home)), ("b", FILE, b""), ("c/f0", FILE, b"kept")]
     assert _unpack(make_archive(entries), target) == 1
     assert (home / "f0").read_text() == "the user's"
-    assert sorted(one.name for one in target.glob("**/*")) == ["b", "c", "f0"]
+    assert sorted(path.name for path in target.glob("**/*")) == ["b", "c", "f0"]
 
 
 def test_members_that_cannot_be_written_are_named(tmp_path: Path) -> None:
@@ -393,12 +393,12 @@ def test_members_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         member = tarfile.TarInfo("late")
         member.mtime = 9.3e18
         archive.addfile(member)
-    for content, said in (
+    for content, message in (
         (late.getvalue(), "late has no time"),
         (make_archive([("bare", HARD, "")]), "bare is a hard link to ''"),
         (make_archive([("up", HARD, "a/..")]), "up is a hard link to 'a/..'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             _unpack(content, tmp_path)
 
 
@@ -408,18 +408,18 @@ def test_a_layer_hides_what_lower_ones_have_and_nothing_of_its_own(tmp_path: Pat
     upper = [("a/b/new", FILE, b""), ("a/c/new", FILE, b""), ("a/.wh..wh..opq", FILE, b"")]
     for layer in (lower, make_archive(upper)):
         tree.write_archive(io.BytesIO(layer), is_layer=True)
-    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.glob("**/*"))
-    assert found == ["a", "a/b", "a/b/new", "a/c", "a/c/new"]
+    paths = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/*"))
+    assert paths == ["a", "a/b", "a/b/new", "a/c", "a/c/new"]
 
 
 def test_there_is_an_end_to_what_an_archive_may_hold(tmp_path: Path) -> None:
     many = make_archive((f"{number}", FILE, b"") for number in range(11))
     large = make_archive([("a", FILE, bytes(600)), ("b", FILE, bytes(600))])
-    for archive, said in ((many, "too many files"), (large, "too large")):
+    for archive, message in ((many, "too many files"), (large, "too large")):
         tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
-        with pytest.raises(ArchiveTooLargeError, match=said):
+        with pytest.raises(ArchiveTooLargeError, match=message):
             tree.write_archive(io.BytesIO(archive))
-    assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 1000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1000
 
 
 @pytest.mark.parametrize("sparse", [{"numblocks": "0"}, {"map": "0,-5000"}])

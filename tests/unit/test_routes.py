@@ -33,7 +33,7 @@ LARGE = MixtureShape(layers=2, per_token=3, experts=300)
 
 
 def number_routes(mixture: MixtureShape, tokens: int, first: int = 0) -> RouteArray:
-    """Routes that tell their places."""
+    """Make routes that show the positions of their tokens."""
     routes = mixture.make_routes(tokens)
     places = first + np.arange(tokens)[:, None, None]
     routes[:] = (places + np.arange(mixture.per_token)) % mixture.experts
@@ -43,12 +43,12 @@ def number_routes(mixture: MixtureShape, tokens: int, first: int = 0) -> RouteAr
 @pytest.mark.parametrize("mixture", [SMALL, LARGE])
 def test_what_the_engine_said_is_packed_in_one_or_two_bytes(mixture: MixtureShape) -> None:
     routes = number_routes(mixture, 7)
-    for said in (routes.astype("u1"), routes.astype("<u2")):  # in as few bytes as the ids need
-        packed = record_engine_routes(mixture, said.tobytes(), 7)
+    for array in (routes.astype("u1"), routes.astype("<u2")):  # in as few bytes as the ids need
+        packed = record_engine_routes(mixture, array.tobytes(), 7)
         assert packed is not None
         assert len(packed.packed) == routes.nbytes
         assert np.array_equal(packed.unpack(), routes)
-        assert record_engine_routes(mixture, said.tobytes(), 9) is None
+        assert record_engine_routes(mixture, array.tobytes(), 9) is None
     unsound = routes.astype("<u2")
     unsound[3, 1, 0] = mixture.experts
     assert record_engine_routes(mixture, unsound.tobytes(), 7) is None
@@ -98,16 +98,16 @@ def test_a_shard_keeps_them_beside_rows_without_any(mixture: MixtureShape, tmp_p
     ]
     shard = write_sealed_shard([routed[0], rows[1], routed[1]], tmp_path / "s", tmp_path / "i", "w")
     reader = ShardReader(tmp_path / "s" / shard.file)
-    found = reader.read_rows([2, 0, 1])
-    for row, expected in zip(found, [routed[1], routed[0]], strict=False):
+    read_rows = reader.read_rows([2, 0, 1])
+    for row, expected in zip(read_rows, [routed[1], routed[0]], strict=False):
         assert row.routes_TLK is not None
         assert expected.routes_TLK is not None
         assert row.routes_TLK.dtype == expected.routes_TLK.dtype
         assert np.array_equal(row.routes_TLK, expected.routes_TLK)
         assert find_row_defect(row) is None
-    assert found[2].routes_TLK is not None
-    assert np.array_equal(found[2].routes_TLK, mixture.make_routes(5))
-    cut = dataclasses.replace(found[0], routes_TLK=found[1].routes_TLK)
+    assert read_rows[2].routes_TLK is not None
+    assert np.array_equal(read_rows[2].routes_TLK, mixture.make_routes(5))
+    cut = dataclasses.replace(read_rows[0], routes_TLK=read_rows[1].routes_TLK)
     assert "expected routes of" in str(find_row_defect(cut))
     plain = write_sealed_shard(rows, tmp_path / "s", tmp_path / "i", "w")
     assert ShardReader(tmp_path / "s" / plain.file).read_rows([0])[0].routes_TLK is None
@@ -125,11 +125,11 @@ def test_a_pack_cuts_them_as_it_cuts_tokens(cp: int) -> None:
         assert pack.routes_TLK is not None
         lengths = [*map(int, pack.padded_lengths)]
         row_T = np.repeat([0, 1, 2], [length // cp for length in lengths])
-        for place, (number, position) in enumerate(zip(row_T, pack.positions_T, strict=True)):
-            held = rows[number].routes_TLK
-            is_known = held is not None and position < len(held)
-            expected = held[position] if is_known else SMALL.make_routes(1)[0]
-            assert np.array_equal(pack.routes_TLK[place], expected)
+        for index, (number, position) in enumerate(zip(row_T, pack.positions_T, strict=True)):
+            row_routes = rows[number].routes_TLK
+            is_known = row_routes is not None and position < len(row_routes)
+            expected = row_routes[position] if is_known else SMALL.make_routes(1)[0]
+            assert np.array_equal(pack.routes_TLK[index], expected)
     assert build_pack(rows[1:2], (), PackParallelism()).routes_TLK is None
 
 
@@ -140,8 +140,8 @@ def test_loads_leave_out_what_is_unknown_and_layers_without_experts() -> None:
     routes[:4, 1] = [[0, 1], [0, 1], [0, 1], [0, 2]]
     routes[:4, 2] = [[0, 1], [2, 3], [0, 1], [2, 3]]
     row: TrajectoryRow = dataclasses.replace(trajectory(tokens=5), routes_TLK=routes)
-    found = summarize_expert_loads([row, trajectory(tokens=5)], mixture)
-    assert found == {"experts/load_max_over_mean": 2.0, "experts/unvisited": 1}
+    metrics = summarize_expert_loads([row, trajectory(tokens=5)], mixture)
+    assert metrics == {"experts/load_max_over_mean": 2.0, "experts/unvisited": 1}
     assert summarize_expert_loads([trajectory()], mixture) == {}
     assert summarize_expert_loads([row], None) == {}
 
@@ -150,6 +150,6 @@ def test_configurations_name_a_mixture_in_three_ways() -> None:
     sizes = {"num_hidden_layers": 4, "num_experts_per_tok": 2}
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         config = sizes | {name: 8}
-        for one in (config, {"text_config": config}):
-            assert parse_mixture_shape(one) == MixtureShape(4, 2, 8)
+        for variant in (config, {"text_config": config}):
+            assert parse_mixture_shape(variant) == MixtureShape(4, 2, 8)
     assert parse_mixture_shape(sizes) is None

@@ -1,4 +1,4 @@
-"""What the run's services share: retries, requests, answers, sound rows, weight versions."""
+"""Shared parts of a run's services: retries, requests, answers, sound rows, weight versions."""
 
 import asyncio
 import dataclasses
@@ -43,7 +43,7 @@ class Echo(JsonApp):
 
 
 def ask(parts: list[bytes | None], *headers: tuple[bytes, bytes]) -> tuple[list[Message], int]:
-    """What is sent in answer to a body that comes in parts, None for a hang-up; parts not read."""
+    """Send a body in parts, None for a hang-up; return the answer and the count of unread parts."""
     messages: list[Message] = [
         {"type": "http.disconnect"}
         if part is None
@@ -80,8 +80,8 @@ def test_nothing_is_read_of_a_request_without_the_services_key(given: bytes) -> 
     ("announced", "unread"), [(b"6", 3), (b"4", 1)], ids=["announced", "found out"]
 )
 def test_a_body_over_the_limit_is_not_read(announced: bytes, unread: int) -> None:
-    asked = ask([b"123", b"45", b"6"], KEY, (b"content-length", announced))
-    assert (asked[0][0]["status"], asked[1]) == (413, unread)
+    result = ask([b"123", b"45", b"6"], KEY, (b"content-length", announced))
+    assert (result[0][0]["status"], result[1]) == (413, unread)
 
 
 def test_a_whole_body_is_answered_and_a_torn_one_is_not() -> None:
@@ -116,7 +116,7 @@ IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"input_ids_T": IDS - 1}, "expected token ids from 0 to 5, got -1"),
         ({"input_ids_T": IDS + 1}, "expected token ids from 0 to 5, got 6"),
@@ -133,9 +133,9 @@ IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T
         ({"attempt": 2**40}, "expected attempt, episode and row from 0 to 2**31 - 1"),
     ],
 )
-def test_a_defect_is_named_with_what_was_expected(change: dict[str, Any], said: str) -> None:
+def test_a_defect_is_named_with_what_was_expected(change: dict[str, Any], message: str) -> None:
     assert find_row_defect(SOUND, vocab_size=6) is None
-    assert said in str(find_row_defect(dataclasses.replace(SOUND, **change), vocab_size=6))
+    assert message in str(find_row_defect(dataclasses.replace(SOUND, **change), vocab_size=6))
 
 
 def test_versions_of_tokens_that_nobody_sampled_do_not_matter() -> None:
@@ -153,8 +153,8 @@ def test_both_forms_round_trip(version: WeightVersion) -> None:
 
 
 @given(versions, versions)
-def test_packed_versions_keep_their_order(one: WeightVersion, other: WeightVersion) -> None:
-    assert (one < other) == (one.packed < other.packed)
+def test_packed_versions_keep_their_order(first: WeightVersion, second: WeightVersion) -> None:
+    assert (first < second) == (first.packed < second.packed)
 
 
 @pytest.mark.parametrize("text", ["", "3", "3.", ".3", "a.b", "default", "1.-2"])
