@@ -92,7 +92,7 @@ def test_an_error_survives_a_pickle_with_all_that_it_carries(error: ArealError) 
 
 
 def test_a_failure_s_text_begins_no_line_of_its_own() -> None:
-    """`status`, `why` and `shards show` print it as one line."""
+    """`status`, `why` and `shards show` print such a text."""
     shown = escape_line("task 3 failed: no\n\x1b[2Jall is well\nreward 1.0")
     assert [line[:6] for line in shown.splitlines()] == ["task 3", "      ", "      "]
     assert "\x1b" not in shown
