@@ -56,7 +56,7 @@ def row(ticket: int, episode: int, reward: float, mask: str = "011") -> Trajecto
 def groups(*rewards: list[float]) -> list[TrajectoryRow]:
     """Make a ticket for each list, with an episode for each reward."""
     return [
-        row(ticket, at, one) for ticket, own in enumerate(rewards) for at, one in enumerate(own)
+        row(ticket, i, value) for ticket, own in enumerate(rewards) for i, value in enumerate(own)
     ]
 
 
