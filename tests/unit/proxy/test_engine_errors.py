@@ -1,4 +1,4 @@
-"""Errors of an engine have the meaning of their codes; sessions stay at their replica."""
+"""An engine's errors keep the meaning of their codes; a session's home is chosen by load."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Exported rows of other programs' formats are read back with those programs' own readers."""
+"""Rows exported in other programs' formats are read back with those programs' own readers."""
 
 from dataclasses import replace
 from pathlib import Path

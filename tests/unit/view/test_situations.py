@@ -1,4 +1,4 @@
-"""`status` and `why` of a run's situations: chain of causes, word, cause and exit code."""
+"""`status` and `why` report a run's situation: chain of causes, word, cause and exit code."""
 
 import copy
 import dataclasses
