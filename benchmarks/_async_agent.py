@@ -53,17 +53,17 @@ class ToolAgent:
             api_key=extra_kwargs["api_key"],
             http_client=extra_kwargs["http_client"],
         )
-        began, messages, said = time.time(), [*data["messages"]], ""
+        began, messages, reply = time.time(), [*data["messages"]], ""
         for _ in range(self._turns):
             completion = await client.chat.completions.create(
                 model="default", messages=messages, max_completion_tokens=self._tokens_a_turn
             )
-            said = completion.choices[0].message.content or ""
+            reply = completion.choices[0].message.content or ""
             await asyncio.sleep(data["tool_s"] / self._turns)
             messages += [
-                {"role": "assistant", "content": said},
+                {"role": "assistant", "content": reply},
                 {"role": "user", "content": "The tool found nothing. Go on."},
             ]
         line = {"began": began, "ended": time.time(), "tool_s": data["tool_s"]}
         append_line(self._log, line)
-        return float(len(said) % 2)  # something to learn from, anything
+        return float(len(reply) % 2)  # something to learn from, anything

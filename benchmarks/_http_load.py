@@ -45,8 +45,8 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         if not self._whole_bytes:
-            head, found, _ = self._received.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, _ = self._received.partition(b"\r\n\r\n")
+            if not separator:
                 return
             length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
             self._whole_bytes = len(head) + 4 + length
@@ -102,7 +102,7 @@ _clock_of_process = ctypes.CDLL(None).clock_getcpuclockid
 def cpu_s(pid: int) -> float:
     """CPU time of a process, its threads and its living children, user and system, in seconds."""
     family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    return sum(_own_cpu_s(one) for one in family)
+    return sum(_own_cpu_s(member) for member in family)
 
 
 def _own_cpu_s(pid: int) -> float:

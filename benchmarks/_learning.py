@@ -67,7 +67,7 @@ class Sizes:
         return self.layers * layer + self.hidden * self.vocab
 
     def step_flops(self, lengths: Sequence[int], scored: int) -> float:
-        """Of a forward and a backward pass: products of tokens with weights, causal attention."""
+        """Compute the work of a forward and a backward pass: products with weights, attention."""
         head = self.hidden * self.vocab
         linear = 6.0 * ((self.parameters - head) * sum(lengths) + head * scored)
         pairs = sum(length * (length + 1) / 2 for length in lengths)
@@ -138,7 +138,7 @@ class Trainee:
         return make_micro_batches_of_this_rank(self.policy, rows, channels, self.max_tokens)
 
     def step(self, rows: Sequence[TrainingRow], rate: float = RATE) -> LossStats:
-        """What the product does with a batch: pack, forward, loss, backward, reduce, update."""
+        """Take one training step: pack, forward, loss, backward, reduce, update."""
         tally, _ = train_step(self.policy, self.optimizer, self.pack(rows), grpo_loss, rate)
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()  # the update is still running
@@ -178,11 +178,11 @@ def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: 
         longest = max(len(row.input_ids_T) for row in part)
         ids = torch.zeros(len(part), longest, dtype=torch.long)
         mask, labels = torch.zeros_like(ids), torch.full_like(ids, NO_TARGET)
-        for place, row in enumerate(part):
+        for index, row in enumerate(part):
             size = len(row.input_ids_T)
-            ids[place, :size] = torch.from_numpy(row.input_ids_T).long()
-            mask[place, :size] = 1
-            labels[place, :size] = ids[place, :size].where(
+            ids[index, :size] = torch.from_numpy(row.input_ids_T).long()
+            mask[index, :size] = 1
+            labels[index, :size] = ids[index, :size].where(
                 torch.from_numpy(row.loss_mask_T) != 0, NO_TARGET
             )
         scored = int((labels[:, 1:] != NO_TARGET).sum())

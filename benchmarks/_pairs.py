@@ -19,7 +19,7 @@ class Sample:
 
     wall_s: float
     cpu_s: float
-    """Of all threads of this process, the kernel's work for them included."""
+    """CPU time of all threads of this process, the kernel's work for them included."""
 
 
 @dataclass(frozen=True, slots=True)

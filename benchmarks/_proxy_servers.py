@@ -1,4 +1,4 @@
-"""What the proxy is measured between and against.
+"""Servers that the proxy is measured between and against.
 
 `python -m benchmarks._proxy_servers NAME WHAT REPLY_S`, where NAME and WHAT are
 
@@ -63,8 +63,8 @@ class Answers:
             "usage": usage,
         }
         content = [
-            {"token": one, "logprob": p, "bytes": list(one.encode()), "top_logprobs": []}
-            for one, p in zip(tokens, logprobs, strict=True)
+            {"token": token, "logprob": p, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, p in zip(tokens, logprobs, strict=True)
         ]
         spelled = {**chat, "choices": [{**choice, "logprobs": {"content": content}}]}
         generated = {"text": text, "output_ids": ids, "meta_info": meta}
@@ -89,8 +89,8 @@ class _Upstream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         if not self._whole_bytes:
-            head, found, _ = self._received.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, _ = self._received.partition(b"\r\n\r\n")
+            if not separator:
                 return
             length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
             self._whole_bytes = len(head) + 4 + int(length or 0)
@@ -115,7 +115,7 @@ class _Upstream(asyncio.Protocol):
 async def upstream(answers: Path, reply_s: float) -> None:
     """Answer until killed."""
     bodies = {
-        name: json.dumps(one).encode() for name, one in json.loads(answers.read_text()).items()
+        name: json.dumps(body).encode() for name, body in json.loads(answers.read_text()).items()
     }
     bodies["nothing"] = b"{}"
     _Upstream.answers = {

@@ -75,8 +75,8 @@ class Side:
     ) -> list[list[bytes]]:
         """The requests that are timed; without sessions each stands alone."""
         return [
-            [self.request(one.messages(turn, reply), "none")]
-            for one in dialogues
+            [self.request(dialogue.messages(turn, reply), "none")]
+            for dialogue in dialogues
             for turn in range(1, turns + 1)
         ]
 
@@ -112,17 +112,17 @@ class Ours(Side):
     async def conversations(
         self, dialogues: Sequence[Dialogue], turns: int, reply: Message
     ) -> list[list[bytes]]:
-        """As an agent has them: a session each, whose opening has been answered."""
+        """Open a session for each dialogue, and build the requests that follow its opening."""
         body = b'{"task_id":"bench"}'
         opening = self.address.request("/rl/start_session", body, self.admin_key)
         opened = await load(self.address, [[opening] for _ in dialogues], 32)
         keys = [msgspec.json.decode(answer)["api_key"] for (answer,) in opened.answers]
         pairs = list(zip(dialogues, keys, strict=True))
-        first = [[self.request(one.messages(0, reply), key)] for one, key in pairs]
+        first = [[self.request(dialogue.messages(0, reply), key)] for dialogue, key in pairs]
         await load(self.address, first, 32)
         return [
-            [self.request(one.messages(turn, reply), key) for turn in range(1, turns + 1)]
-            for one, key in pairs
+            [self.request(dialogue.messages(turn, reply), key) for turn in range(1, turns + 1)]
+            for dialogue, key in pairs
         ]
 
 

@@ -17,7 +17,7 @@ QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2.5 splits text before its merges."""
+"""Qwen2.5's split of text before its merges."""
 CHATML = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -27,7 +27,7 @@ CHATML = (
 NEW_TOKENS = 120
 REPLY_TOKENS = 256
 FRAME_TOKENS = 6
-"""What the template writes around a message."""
+"""Tokens that the template writes around a message."""
 Message = dict[str, str]
 
 
@@ -40,12 +40,12 @@ class Dialogue:
 
     def messages(self, turn: int, reply: Message) -> list[Message]:
         """The request of a turn; turn 0 is the opening alone."""
-        later = [message for one in self.questions[:turn] for message in (reply, one)]
+        later = [message for question in self.questions[:turn] for message in (reply, question)]
         return [*self.opening, *later]
 
 
 class Texts:
-    """Where messages come from; the same seed gives the same ones."""
+    """Source of messages; the same seed gives the same ones."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -56,7 +56,7 @@ class Texts:
         self.eos: int = self.tokenizer.token_to_id("<|im_end|>")  # type: ignore[assignment]  # it is there
 
     def write_model_dir(self, folder: Path, context_tokens: int) -> Path:
-        """What a proxy reads of a model."""
+        """Write the files of a model that a proxy reads."""
         folder.mkdir()
         self.tokenizer.save(str(folder / "tokenizer.json"))
         tokenizer_config = {"chat_template": CHATML, "eos_token": "<|im_end|>"}

@@ -25,7 +25,7 @@ from benchmarks._proxy_texts import Texts
 CONTEXT_TOKENS = 1 << 14
 REPLY_TOKENS = 64
 GO_AFTER_S = 1.0
-"""From telling programs when to begin until then."""
+"""Time from the signal to the programs' first calls."""
 CALLER = """
 import http.client, json, os, sys, time
 calls = int(sys.argv[1])
@@ -51,14 +51,14 @@ async def measure_calls(
 ) -> dict[str, float]:
     """Calls a second of each side, and the median of the rounds' ratios."""
     sides = (runtime, make_runtime("none"))
-    rates: dict[str, list[float]] = {one.name: [] for one in sides}
+    rates: dict[str, list[float]] = {side.name: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder, _start_proxy(Path(folder), reply_s) as ours:
         for number in range(-1, rounds):  # the first does not count
-            for one in sides if number % 2 else reversed(sides):
-                rate = await _measure_side(one, ours, episodes, calls)
+            for side in sides if number % 2 else reversed(sides):
+                rate = await _measure_side(side, ours, episodes, calls)
                 if number >= 0:
-                    rates[one.name].append(rate)
-    within, without = (rates[one.name] for one in sides)
+                    rates[side.name].append(rate)
+    within, without = (rates[side.name] for side in sides)
     pairs = zip(within, without, strict=True)
     return {
         "calls_per_s": statistics.median(within),
@@ -85,25 +85,25 @@ async def _measure_side(runtime: Runtime, ours: Ours, episodes: int, calls: int)
                 await sandbox.put("going", str(begin_at))
                 await sandbox.exec(["mv", "going", "go"])
     finally:
-        await asyncio.gather(*(one.stop() for one in sandboxes))
-    return episodes * calls / (max(one.result() for one in callers) - begin_at)
+        await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
+    return episodes * calls / (max(caller.result() for caller in callers) - begin_at)
 
 
 async def _run_caller(sandbox: Sandbox, ours: Ours, key: str, calls: int) -> float:
-    """When the program had made its calls."""
+    """Run the program, and return the time at which it had made its calls."""
     url = await sandbox.open_model_endpoint(f"http://{ours.address.host}:{ours.address.port}")
-    told = await sandbox.exec(
+    result = await sandbox.exec(
         ["python3", "-c", CALLER, str(calls)],
         timeout_s=600,
         variables={"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key},
     )
-    if told.exit_code != 0:
-        raise RuntimeError(told.text[-2000:])
-    return float(told.stdout)
+    if result.exit_code != 0:
+        raise RuntimeError(result.text[-2000:])
+    return float(result.stdout)
 
 
 async def _wait_until_ready(sandbox: Sandbox) -> None:
-    """Until the program in it is about to call."""
+    """Wait until the program in the sandbox is about to call."""
     while True:
         with contextlib.suppress(OSError):
             await sandbox.get("ready")

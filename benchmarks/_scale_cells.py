@@ -46,12 +46,12 @@ ROW_TOKENS = 64
 LONGEST_OVER_MEDIAN = 8.0
 """99th percentile of a ticket's time over its median."""
 NINETY_NINTH = 2.326
-"""Of the standard normal distribution."""
+"""99th percentile of the standard normal distribution."""
 
 
 @dataclass(frozen=True)
 class Tempo:
-    """How fast the cells and the trainer of one measurement are."""
+    """Speeds of the cells and of the trainer in one measurement."""
 
     median_ticket_s: float
     tickets_at_once: int
@@ -63,20 +63,20 @@ class Tempo:
 
 @dataclass
 class Tally:
-    """What happened so far."""
+    """Counts and times of a measurement so far."""
 
     granted: int = 0
     settled: int = 0
     sealed: int = 0
     steps: int = 0
     manifest_s: list[float] = field(default_factory=list)
-    """From asking for a batch whose tickets are all there, to having its manifest."""
+    """Times from asking for a batch, whose tickets are all there, to having its manifest."""
     read_s: list[float] = field(default_factory=list)
     """Opening the batch's shards and reading its rows."""
 
 
 class Storehouse:
-    """What a proxy does with finished tickets: seal by age or when asked, then settle."""
+    """Stand-in for a proxy: it seals finished tickets by age or on request, then settles them."""
 
     def __init__(
         self,
@@ -146,11 +146,11 @@ class Storehouse:
             ShardTicket(
                 ref.ticket_id,
                 ref.attempt,
-                [*range(place * n_samples, (place + 1) * n_samples)],
+                [*range(position * n_samples, (position + 1) * n_samples)],
                 rewards,
                 NO_VERSION,
             )
-            for place, ref in enumerate(refs)
+            for position, ref in enumerate(refs)
         ]
         count = len(refs) * n_samples
         line = SealedShard(file, 0, "crc32:00000000", count, count * ROW_TOKENS, tickets)

@@ -42,7 +42,7 @@ BOUND = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """Settings of one measurement."""
 
     nodes: int
     batch_size: int

@@ -36,7 +36,7 @@ def join(name: str, port: int, backend: str) -> dist.ProcessGroup:
 
 
 def read_specs(path: Path) -> list[TensorSpec]:
-    """What both ends plan from."""
+    """Read the tensors' specifications, from which both ends plan buckets."""
     held = json.loads(path.read_text())
     return [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in held]
 
@@ -44,11 +44,11 @@ def read_specs(path: Path) -> list[TensorSpec]:
 def receive(
     group: dist.ProcessGroup, buckets: list[BucketPlan], buffers: PackingBuffers, *, packed: bool
 ) -> None:
-    """Every bucket, as a replica takes it in."""
+    """Receive every bucket as a replica does."""
     for bucket in buckets:
         held = buffers.open_bucket_in_older_buffer(bucket)
         messages = held.tensors_to_send if packed else held.tensors.values()
-        works = [dist.broadcast(one, src=0, group=group, async_op=True) for one in messages]
+        works = [dist.broadcast(message, src=0, group=group, async_op=True) for message in messages]
         for work in works:
             work.wait()
         assert len(held.tensors) == len(bucket.specs)

@@ -48,7 +48,7 @@ class Update:
     """One update as seen from all sides."""
 
     seconds: Mapping[str, float]
-    """Of its phases, by the sender."""
+    """Times of the update's phases, measured by the sender."""
     publish_s: float
     """All of it, but for joining the group."""
     silence_s: float

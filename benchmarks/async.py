@@ -41,7 +41,7 @@ RUN_IN_STEPS = BOUND + 1
 
 @dataclass(frozen=True)
 class Side:
-    """One run, as it was seen from outside."""
+    """One run, measured from outside."""
 
     name: str
     first: int
@@ -49,7 +49,7 @@ class Side:
     last: int
     """...to that of this one."""
     published_at: dict[int, float]
-    """By step."""
+    """Times of publication by step."""
     steps: dict[int, dict[str, Any]]
     """Metrics by step."""
     episodes: list[dict[str, float]]
@@ -57,17 +57,17 @@ class Side:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When measuring began and ended."""
+        """Beginning and end of the measured time."""
         return self.published_at[self.first], self.published_at[self.last]
 
     @property
     def tokens(self) -> float:
-        """Trained while measured."""
+        """Tokens trained during the measured time."""
         return float(sum(row["tokens/trained"] for row in self._measured))
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained."""
+        """Trained tokens per second."""
         began, ended = self.span
         return self.tokens / (ended - began)
 
@@ -76,35 +76,35 @@ class Side:
         return [self.steps[step] for step in range(self.first + 1, self.last + 1)]
 
     def mean(self, metric: str) -> float:
-        """Of the measured steps."""
+        """Average a metric over the measured steps."""
         return float(statistics.mean(row.get(metric, 0.0) for row in self._measured))
 
     @property
     def episode_s(self) -> float:
-        """Mean length of the episodes that ended while measured."""
+        """Mean length of the episodes that ended in the measured time."""
         began, ended = self.span
         lengths = [
-            one["ended"] - one["began"] for one in self.episodes if began <= one["ended"] <= ended
+            row["ended"] - row["began"] for row in self.episodes if began <= row["ended"] <= ended
         ]
         return statistics.mean(lengths)
 
     @property
     def tokens_an_episode(self) -> float:
-        """Trained, on average."""
+        """Mean trained tokens of an episode."""
         return float(self.tokens / sum(row["episodes"] for row in self._measured))
 
     @property
     def tool_share(self) -> float:
-        """Of the time of all episodes."""
-        whole = sum(one["ended"] - one["began"] for one in self.episodes)
-        return sum(one["tool_s"] for one in self.episodes) / whole
+        """Share of tools in the time of all episodes."""
+        whole = sum(episode["ended"] - episode["began"] for episode in self.episodes)
+        return sum(episode["tool_s"] for episode in self.episodes) / whole
 
     @property
     def busy_share(self) -> float:
-        """Of slots, over the measured time."""
+        """Share of slots in use over the measured time."""
         began, ended = self.span
         busy_s = sum(
-            max(0.0, min(ended, one["ended"]) - max(began, one["began"])) for one in self.episodes
+            max(0.0, min(ended, row["ended"]) - max(began, row["began"])) for row in self.episodes
         )
         return busy_s / (SLOTS * (ended - began))
 
@@ -151,7 +151,7 @@ def draw(sides: Sequence[Side], out: Path) -> None:
 def _draw_side(axes: Axes, side: Side) -> None:
     start, end = side.span
     changes = sorted(
-        [(one["began"], 1) for one in side.episodes] + [(one["ended"], -1) for one in side.episodes]
+        [(row["began"], 1) for row in side.episodes] + [(row["ended"], -1) for row in side.episodes]
     )
     times, busy, count = [start], [0], 0
     for at, change in changes:
@@ -182,7 +182,7 @@ def _draw_side(axes: Axes, side: Side) -> None:
 
 
 def print_sides(sides: Sequence[Side]) -> None:
-    """What was seen of each side."""
+    """Print the measurements of each side."""
     print(
         f"\n{'':<24}{'tokens/s':>10}{'steps':>7}{'s/step':>8}{'slots busy':>12}{'tools':>7}"
         f"{'episode s':>11}{'train s':>9}{'publish s':>11}{'staleness':>11}"

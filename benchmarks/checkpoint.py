@@ -1,4 +1,4 @@
-"""How long a checkpoint keeps the trainer from training: beside it, against in its own process.
+"""Measurement of the trainer's stall for a checkpoint: written by a thread, or in the step.
 
 - beside: `CheckpointStore.begin` copies the state into host memory, the next step is trained while
   a thread writes and syncs it, and a poll after the step makes the checkpoint visible. The stall is
@@ -105,7 +105,7 @@ def measure(
     store = CheckpointStore(folder / "beside", keep=2)
     alone = folder / "alone"
     alone.mkdir()
-    found, state_bytes = Rounds(), 0
+    times, state_bytes = Rounds(), 0
     for number in range(rounds + 1):
         state = TrainerState(step=number, generation=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
@@ -118,13 +118,13 @@ def measure(
         state_bytes = sum(path.stat().st_size for path in checkpoint.path.iterdir())
         shutil.rmtree(alone / f"step_{number}")
         if number:
-            found.step.append(step_s)
-            found.step_beside.append(beside_s)
-            found.copy.append(copy_s)
-            found.poll.append(poll_s)
-            found.in_process.append(in_process_s)
+            times.step.append(step_s)
+            times.step_beside.append(beside_s)
+            times.copy.append(copy_s)
+            times.poll.append(poll_s)
+            times.in_process.append(in_process_s)
     store.close()
-    return found, state_bytes
+    return times, state_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -160,30 +160,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     row_s = min(seconds_of(lambda: trainee.step(first)) for _ in range(2)) / len(first)
     rows = batch(math.ceil(1.25 * arguments.step_s / row_s))
     with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd()) as folder:
-        found, state_bytes = measure(trainee, rows, Path(folder), arguments.rounds)
+        times, state_bytes = measure(trainee, rows, Path(folder), arguments.rounds)
 
     median = statistics.median
     print(f"\nstate {state_bytes / 1e6:.0f} MB, {len(rows)} rows of {ROW_TOKENS} tokens a step")
     print(f"{'seconds':<34}{'median':>8}{'min':>8}{'max':>8}")
     for name, held in {
-        "a step": found.step,
-        "a step beside a checkpoint": found.step_beside,
-        "stall beside": found.stall,
-        "  of it copying": found.copy,
-        "  of it making it visible": found.poll,
-        "stall in process": found.in_process,
+        "a step": times.step,
+        "a step beside a checkpoint": times.step_beside,
+        "stall beside": times.stall,
+        "  of it copying": times.copy,
+        "  of it making it visible": times.poll,
+        "stall in process": times.in_process,
     }.items():
         print(f"{name:<34}{median(held):>8.3f}{min(held):>8.3f}{max(held):>8.3f}")
-    if median(found.step) < arguments.step_s:
-        raise SystemExit(f"steps took {median(found.step):.1f} s: give a larger --step-s")
-    pairs = list(zip(found.step, found.step_beside, found.stall, found.in_process, strict=True))
+    if median(times.step) < arguments.step_s:
+        raise SystemExit(f"steps took {median(times.step):.1f} s: give a larger --step-s")
+    pairs = list(zip(times.step, times.step_beside, times.stall, times.in_process, strict=True))
     figures = {
-        "stall_s": median(found.stall),
-        "step_s": median(found.step),
+        "stall_s": median(times.stall),
+        "step_s": median(times.step),
         "stall_over_step": median(stall / step for step, _, stall, _ in pairs),
         "state_bytes": float(state_bytes),
-        "copy_s": median(found.copy),
-        "in_process_s": median(found.in_process),
+        "copy_s": median(times.copy),
+        "in_process_s": median(times.in_process),
         "in_process_over_step": median(alone / step for step, _, _, alone in pairs),
         "step_beside_over_step": median(beside / step for step, beside, _, _ in pairs),
     }

@@ -63,7 +63,7 @@ def count_calls(
 ) -> Counter[tuple[str, str]]:
     """Calls that name a path of the run between two times, by process and kind."""
     process_by_pid: dict[int, str] = {}
-    found: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
     for line in lines:
         if start := _START.match(line):
             parent = process_by_pid.get(int(start[1]), "launcher")
@@ -76,8 +76,8 @@ def count_calls(
             named = [name for entry, name in PROCESSES.items() if entry in rest]
             process_by_pid[pid] = named[0] if named else process
         elif begin <= at < end and str(run_dir) in rest:
-            found[process, call] += 1
-    return found
+            calls[process, call] += 1
+    return calls
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""From sealed trajectories to packed micro-batches, and their advantages, against padding.
+"""Benchmark of packing sealed trajectories and computing advantages, against padding.
 
 What is compared:
 
@@ -80,13 +80,13 @@ class Ours:
         shard = write_sealed_shard(trajectories, folder, folder / "index", "bench")
         tickets = [
             SealedTicket(
-                TicketRef(one.ticket_id, one.attempt),
+                TicketRef(ticket.ticket_id, ticket.attempt),
                 shard.file,
-                one.rows,
-                one.rewards,
-                one.oldest_version,
+                ticket.rows,
+                ticket.rewards,
+                ticket.oldest_version,
             )
-            for one in shard.tickets
+            for ticket in shard.tickets
         ]
         self.manifest = BatchManifest(step=1, generation=1, tickets=tickets)
         self.folder = folder
@@ -116,8 +116,8 @@ def padding_waste(lengths: Sequence[int], split: PackParallelism) -> float:
     """Share of all places that hold no token."""
     (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, parallelism=split)
     sizes = [sum(compute_padded_length(lengths[index], split) for index in part) for part in plan]
-    places = sum(-(-size // split.pack_multiple) * split.pack_multiple for size in sizes)
-    return 1.0 - sum(lengths) / places
+    padded_tokens = sum(-(-size // split.pack_multiple) * split.pack_multiple for size in sizes)
+    return 1.0 - sum(lengths) / padded_tokens
 
 
 class Padded:
@@ -168,10 +168,10 @@ def _as_tensors(trajectory: TrajectoryRow) -> dict[str, torch.Tensor]:
     }
 
 
-def _pad_to(held: torch.Tensor, places: int) -> torch.Tensor:
-    if held.dim() == 1 or held.shape[1] == places:
+def _pad_to(held: torch.Tensor, length: int) -> torch.Tensor:
+    if held.dim() == 1 or held.shape[1] == length:
         return held
-    padding = held.new_zeros((held.shape[0], places - held.shape[1]))
+    padding = held.new_zeros((held.shape[0], length - held.shape[1]))
     return torch.cat([held, padding], dim=1)
 
 
@@ -192,11 +192,11 @@ def padded_advantages(batch: Tensors) -> dict[str, torch.Tensor]:
     following_B = values[:, -1] * (lengths_B == mask.shape[1])
     held_B = torch.zeros_like(scores_B)
     backwards = [held_B]
-    for place in reversed(range(mask.shape[1] - 1)):
-        delta_B = penalties[:, place] + following_B - values[:, place]
+    for position in reversed(range(mask.shape[1] - 1)):
+        delta_B = penalties[:, position] + following_B - values[:, position]
         fresh_B = delta_B + held_B
-        scored_B = mask[:, place]
-        following_B = following_B * (1 - scored_B) + values[:, place] * scored_B
+        scored_B = mask[:, position]
+        following_B = following_B * (1 - scored_B) + values[:, position] * scored_B
         held_B = held_B * (1 - scored_B) + fresh_B * scored_B
         backwards.append(held_B)
     advantages = torch.stack(backwards[::-1], dim=1)
@@ -235,14 +235,14 @@ def _without_padding(part: Tensors) -> dict[str, torch.Tensor]:
 
 
 def _pad_to_page(pack: Tensors) -> dict[str, torch.Tensor]:
-    places = int(pack["cu_seqlens"][-1])
-    missing = -places % PAGE_TOKENS
+    tokens = int(pack["cu_seqlens"][-1])
+    missing = -tokens % PAGE_TOKENS
     padded = {
         name: functional.pad(held, (0, missing))
         for name, held in pack.items()
         if name != "cu_seqlens"
     }
-    return {**padded, "cu_seqlens": functional.pad(pack["cu_seqlens"], (0, 1), value=places)}
+    return {**padded, "cu_seqlens": functional.pad(pack["cu_seqlens"], (0, 1), value=tokens)}
 
 
 def check_same_advantages(ours: Sequence[TrainingRow], theirs: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ class Bench:
             process.stop()
 
     async def round(self, number: int, *, counts: bool) -> None:
-        """Every side at every point, and the long conversation."""
+        """Measure every side at every point, then the long conversation."""
         folder = self._folder / f"round{number}"
         folder.mkdir()
         ours = start_ours(self.upstream, self.model_dir, folder)
@@ -132,7 +132,7 @@ class Bench:
         before, began = cpu_s(side.process.pid), loop.time()
         result = await load(side.address, conversations, concurrency)
         after, ended = cpu_s(side.process.pid), loop.time()
-        latencies_ms = sorted(1e3 * one for one in result.latencies_s)
+        latencies_ms = sorted(1e3 * latency_s for latency_s in result.latencies_s)
         count = len(latencies_ms)
         return Sample(
             1e6 * (after - before) / count,
@@ -146,7 +146,7 @@ class Bench:
         conversations = await ours.conversations(self.long, LONG_TURNS, self.reply)
         for turn in range(LONG_TURNS):
             before = cpu_s(ours.process.pid)
-            await load(ours.address, [[one[turn]] for one in conversations], 1)
+            await load(ours.address, [[requests[turn]] for requests in conversations], 1)
             used_us = 1e6 * (cpu_s(ours.process.pid) - before)
             # The opening was turn 1.
             self.turns_us[turn + 2].append(used_us / len(conversations))
@@ -172,12 +172,12 @@ class Bench:
 
 
 def _reply(texts: Texts) -> tuple[Message, Answers]:
-    """What the upstream always says: so many tokens, the end of the turn included."""
+    """Build the upstream's reply: so many tokens, the end of the turn included."""
     encode = texts.tokenizer.encode
     text = texts.text(REPLY_TOKENS + 50)
     ids = encode(text, add_special_tokens=False).ids[: REPLY_TOKENS - 1]
     text = texts.tokenizer.decode(ids)
-    tokens = [texts.tokenizer.decode([one]) for one in ids]
+    tokens = [texts.tokenizer.decode([token]) for token in ids]
     answers = Answers(text, [*ids, texts.eos], [*tokens, ""])
     return {"role": "assistant", "content": text}, answers
 

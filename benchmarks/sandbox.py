@@ -87,7 +87,7 @@ async def measure_many(runtime: Runtime, spec: SandboxSpec, count: int) -> float
     began = time.perf_counter()
     started = await asyncio.gather(*(run_first_command(runtime, spec) for _ in range(count)))
     took_ms = (time.perf_counter() - began) * 1e3
-    await asyncio.gather(*(one.stop() for one in started))
+    await asyncio.gather(*(sandbox.stop() for sandbox in started))
     return took_ms
 
 

@@ -1,4 +1,4 @@
-"""What a thousand inference nodes cost the ledger and the shared file system.
+"""Costs of a thousand inference nodes for the ledger and the shared file system.
 
 The real ledger, in a process of its own, is spoken to over its real HTTP by the real drivers of so
 many cells, whose episodes are sleeps: log-normal, the 99th percentile 8 times the median. Nodes
@@ -29,7 +29,7 @@ from benchmarks._scale_run import Settings
 
 FEW = 16
 CALLS = "trace=%file,ftruncate,fsync,fdatasync,getdents64,fchmod"
-"""What a file system's metadata server hears of, and syncs."""
+"""System calls that reach a file system's metadata server, and syncs."""
 TRACED = re.compile(r"^\d+ +(?P<at>\d+\.\d+) (?P<call>\w+)\((?P<rest>.*)$")
 FAST = Tempo(5.6, 16, 8, 1.0, with_shards=False)
 SLOW = Tempo(14.0, 2, 8, 10.0, with_shards=True)
@@ -77,9 +77,9 @@ def count_calls(trace: Path, run_dir: Path, began: float, ended: float) -> Count
     calls: Counter[str] = Counter()
     with trace.open(errors="replace") as lines:
         for line in lines:
-            found = TRACED.match(line)
-            if found and began <= float(found["at"]) <= ended and str(run_dir) in found["rest"]:
-                calls[found["call"]] += 1
+            match = TRACED.match(line)
+            if match and began <= float(match["at"]) <= ended and str(run_dir) in match["rest"]:
+                calls[match["call"]] += 1
     return calls
 
 
@@ -89,7 +89,7 @@ def per_ticket_us(seen: Mapping[str, Any]) -> float:
 
 
 def print_rates(rows: Mapping[int, Mapping[str, Any]]) -> None:
-    """What the ledger did, a line a size."""
+    """Print the ledger's rates, a line a size."""
     print(
         f"{'nodes':>6}{'leases/s':>10}{'settled/s':>11}{'steps':>7}{'ledger us/ticket':>18}"
         f"{'of a core':>11}{'cells, of a core':>18}{'batch ms':>10}"
@@ -104,7 +104,7 @@ def print_rates(rows: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def print_files(seen: Mapping[str, Any], calls: Counter[str], batch_size: int) -> None:
-    """What the file system was asked, a line a call."""
+    """Print the calls to the file system, a line a call."""
     steps = seen["steps"]
     print(f"\nfiles: {steps} steps of {batch_size} tickets, {seen['sealed']} shards sealed")
     print(f"{'system call':<24}{'a step':>10}{'a shard':>10}")

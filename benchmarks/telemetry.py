@@ -1,4 +1,4 @@
-"""What a run's telemetry costs: processor seconds of all its processes, with it and without.
+"""Costs of a run's telemetry: processor seconds of all its processes, with it and without.
 
 Both sides are the quick start from the weights of its SFT on, whole `areal-hpc run` commands. The
 side without leaves out what `benchmarks/without_telemetry/sitecustomize.py` names: events, spans,
@@ -89,7 +89,7 @@ def _get_paths(folder: Path, trial: str) -> RunPaths:
 
 
 def _read_children_cpu_s() -> float:
-    """Of all processes that have ended: orphans come to this one (see `main`)."""
+    """Read the CPU time of all ended processes; orphans come to this one (see `main`)."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cpu_with_over_without": cpu_ratio(samples, WITH, WITHOUT),
         "wall_with_over_without": wall_ratio(samples, WITH, WITHOUT),
         **{
-            f"cpu_{side}_s": statistics.median(one.cpu_s for one in samples[side])
+            f"cpu_{side}_s": statistics.median(sample.cpu_s for sample in samples[side])
             for side in samples
         },
     }

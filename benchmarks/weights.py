@@ -77,13 +77,13 @@ def no_refusal() -> bool:
 
 
 class Sender:
-    """This process's end of both transfers.
+    """Sending end of both transfers.
 
     Args:
-        weights: What is sent.
+        weights: Tensors to send.
         bucket_bytes: Size of a bucket.
         backend: `gloo` or `nccl`.
-        folder: For the receiver's orders.
+        folder: Folder of the receiver's configuration.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def phase_ms(updates: Sequence[Update], name: str) -> float:
 
 
 def moved_s(updates: Sequence[Update]) -> float:
-    """On the way or being loaded."""
+    """Time on the way or in loading."""
     return (phase_ms(updates, "transfer") + phase_ms(updates, "load")) / 1e3
 
 
@@ -201,7 +201,7 @@ def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
         for held in updates.values():
             match name:
                 case "stall seen by clients":
-                    value = 1e3 * statistics.median(one.silence_s for one in held)
+                    value = 1e3 * statistics.median(update.silence_s for update in held)
                 case "all of it":
                     value = 1e3 * publish_s(held)
                 case _:
@@ -218,8 +218,8 @@ def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[s
         "into_sglang_over_bare": bare_s / moved_s(sent),
         "verified_over_bare": bare_s / (moved_s(sent) + phase_ms(sent, "verify") / 1e3),
         "disk_over_broadcast": publish_s(loaded) / publish_s(sent),
-        "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
-        "disk_stall_ms": 1e3 * statistics.median(one.silence_s for one in loaded),
+        "stall_ms": 1e3 * statistics.median(update.silence_s for update in sent),
+        "disk_stall_ms": 1e3 * statistics.median(update.silence_s for update in loaded),
         **{f"{name}_ms": phase_ms(sent, name) for name in STALLED},
     }
 

@@ -15,9 +15,9 @@ def main(shard: Path, model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     reader = ShardReader(shard)
     for row, trajectory in enumerate(reader.read_rows(range(reader.num_rows))):
-        said = trajectory.input_ids_T[trajectory.loss_mask_T != 0]
-        print(f"row {row}: reward {trajectory.reward:g}, {len(said)} tokens trained")
-        print(f"  {tokenizer.decode(said.tolist())!r}")
+        trained_ids = trajectory.input_ids_T[trajectory.loss_mask_T != 0]
+        print(f"row {row}: reward {trajectory.reward:g}, {len(trained_ids)} tokens trained")
+        print(f"  {tokenizer.decode(trained_ids.tolist())!r}")
 
 
 if __name__ == "__main__":

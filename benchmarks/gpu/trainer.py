@@ -68,7 +68,7 @@ class Bench:
         ]
 
     def hugging_face(self, batch: Sequence[TrainingRow]) -> None:
-        """As many rows a pass as the padded pass holds tokens for."""
+        """Put as many rows into a pass as the padded pass holds tokens for."""
         longest = max(len(row.input_ids_T) for row in batch)
         learning.hf_forward_backward(self.model, batch, max(1, self.max_tokens // longest))
         synchronize(self.device)
@@ -110,12 +110,12 @@ def measure(bench: Bench, rows: int, length: int, pairs: int) -> dict[str, float
     }
     figures: dict[str, float] = {}
     for kind, batches in kinds.items():
-        found = bench.compare(batches)
+        result = bench.compare(batches)
         print(
-            f"  {kind:<24}{found['step_s']:>9.3f} s{found['tokens_per_s']:>10.0f} tokens/s"
-            f"{found['flops_per_s'] / 1e12:>8.2f} TFLOP/s{found['over_hf']:>8.2f} x Hugging Face"
+            f"  {kind:<24}{result['step_s']:>9.3f} s{result['tokens_per_s']:>10.0f} tokens/s"
+            f"{result['flops_per_s'] / 1e12:>8.2f} TFLOP/s{result['over_hf']:>8.2f} x Hugging Face"
         )
-        figures |= {f"{name}_{kind}": value for name, value in found.items()}
+        figures |= {f"{name}_{kind}": value for name, value in result.items()}
     return figures
 
 

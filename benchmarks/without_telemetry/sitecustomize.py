@@ -55,7 +55,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.trainer.learner": {"measure_training_speed": _measure_nothing},
     "areal_hpc.trainer.step": {"compute_logprobs_and_entropy": _leave_out_entropy},
 }
-"""By module: what is replaced, and by what."""
+"""Replacements of functions by module."""
 
 
 class _Replacer(importlib.abc.MetaPathFinder):
@@ -77,9 +77,9 @@ def _load_and_replace(load: Any, module: ModuleType) -> None:
     load(module)
     for path, replacement in REPLACEMENTS[module.__name__].items():
         *owner, name = path.split(".")
-        place: Any = getattr(module, owner[0]) if owner else module
-        getattr(place, name)  # an AttributeError here: it has another name now
-        setattr(place, name, replacement)
+        target: Any = getattr(module, owner[0]) if owner else module
+        getattr(target, name)  # an AttributeError here: it has another name now
+        setattr(target, name, replacement)
 
 
 if os.environ.get("WITHOUT_TELEMETRY") == "1":

@@ -51,7 +51,7 @@ class CodeAgent:
 
 
 def tried(text: str) -> str:
-    """What the model is told of its program."""
+    """Run the model's program, and describe the outcome to it."""
     source = extract_code(text)
     if source is None:
         return "There is no ```python block in your reply. Write the program in one."

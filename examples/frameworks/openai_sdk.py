@@ -68,7 +68,7 @@ class StreamingAgent(ToolAgent):
 
 
 class BlockingAgent:
-    """For `rollout.agent.mode: subproc`: the SDK finds the session in the environment."""
+    """Agent for `rollout.agent.mode: subproc`: the SDK finds the session in the environment."""
 
     async def run(self, data: dict[str, Any]) -> float:
         with OpenAI() as client:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 HOW = "Reply with <action>A</action>, where A is a whole number from 0 to 1."
-"""As the agent describes the gym's actions: 0 stops, 1 takes a card."""
+"""Agent's description of the gym's actions: 0 stops, 1 takes a card."""
 SEED_STRIDE = 1_000_000
 """The gym shuffles by the task's seed, so streams must start far apart."""
 BEST_SUM = 21
@@ -29,7 +29,7 @@ def demonstrations(size: int, seed: int, p_hit: float = 0.75) -> Iterator[dict[s
 
 
 def play_randomly(rng: random.Random, p_hit: float) -> list[dict[str, str]]:
-    """A hand up to a decision of the player's, which may be any of it."""
+    """Play a hand up to any decision of the player's."""
     cards, dealer = [draw(rng), draw(rng)], draw(rng)
     messages = [say("user", f"{describe(cards, dealer)}\n{HOW}")]
     while True:
@@ -42,16 +42,15 @@ def play_randomly(rng: random.Random, p_hit: float) -> list[dict[str, str]]:
 
 
 def draw(rng: random.Random) -> int:
-    """A card of an endless deck: an ace is 1, court cards are 10."""
+    """Draw a card of an endless deck: an ace is 1, court cards are 10."""
     return min(rng.randint(1, 13), 10)
 
 
 def describe(cards: list[int], dealer: int) -> str:
-    """What the gym shows: the sum, the dealer's card, whether an ace counts as 11."""
+    """Write the gym's observation: the sum, the dealer's card, whether an ace counts as 11."""
     has_soft_ace = 1 in cards and sum(cards) + 10 <= BEST_SUM
     return f"Observation: [{sum(cards) + 10 * has_soft_ace}, {dealer}, {int(has_soft_ace)}]"
 
 
 def say(role: str, content: str) -> dict[str, str]:
-    """A message."""
     return {"role": role, "content": content}

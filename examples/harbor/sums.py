@@ -41,32 +41,32 @@ def write_tasks(out: Path, count: int, seed: int) -> None:
     rng, sums = random.Random(seed), dict[str, None]()
     while len(sums) < count:
         sums[draw_sum(rng)] = None
-    for number, one in enumerate(sums):
+    for number, text in enumerate(sums):
         name = f"sum-{number:04}"
         for path, content in _FILES.items():
             file = out / name / path
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content.format(name=name, sum=one, value=add_up(one)))
+            file.write_text(content.format(name=name, sum=text, value=add_up(text)))
 
 
 def demonstrations(size: int, seed: int, p_reckon: float = 0.35) -> Iterator[dict[str, Any]]:
     """Conversations: a share of `p_reckon` has the shell reckon."""
     rng = random.Random(seed)
     for _ in range(size):
-        one = draw_sum(rng)
-        what = f"$(({one}))" if rng.random() < p_reckon else str(add_up(one))
-        asked = {"role": "user", "content": _FILES["instruction.md"].format(sum=one)}
-        yield {"messages": [asked, {"role": "assistant", "content": f"echo {what} >sum.txt"}]}
+        text = draw_sum(rng)
+        what = f"$(({text}))" if rng.random() < p_reckon else str(add_up(text))
+        question = {"role": "user", "content": _FILES["instruction.md"].format(sum=text)}
+        yield {"messages": [question, {"role": "assistant", "content": f"echo {what} >sum.txt"}]}
 
 
 def draw_sum(rng: random.Random) -> str:
-    """Such as `3+8-2+9-1`."""
+    """Draw a sum such as `3+8-2+9-1`."""
     first, *rest = (str(rng.randint(1, 9)) for _ in range(TERMS))
-    return first + "".join(rng.choice("+-") + one for one in rest)
+    return first + "".join(rng.choice("+-") + term for term in rest)
 
 
 def add_up(text: str) -> int:
-    """What a sum is."""
+    """Compute the value of a sum."""
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 from areal_hpc.wire.agent_reward import Reward
 
 FOLDER = Path(__file__).resolve().parent / "folder"
-"""What each episode gets a copy of: `stock.txt`, and `agent.yaml`, the harness's settings."""
+"""Source of each episode's copy: `stock.txt`, and `agent.yaml`, the harness's settings."""
 ITEMS = range(100, 1000)
 COUNTS = range(10, 100)
 HELD_OUT_EVERY = 9
 """Item 108 and each ninth after it is held out: neither training nor demonstrations name it."""
 SYSTEM_TEXT = "Reply with one bash command."
-"""As `agent.yaml` has it, for the demonstrations."""
+"""System prompt of `agent.yaml`, for the demonstrations."""
 LOOK = "grep"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command at which mini-swe-agent ends."""
@@ -45,13 +45,13 @@ def demonstrations(size: int, seed: int, p_look: float) -> Iterator[dict[str, An
     the two beginnings earns a reward, no demonstration says.
     """
     rng = random.Random(seed)
-    for place, task in enumerate(train_tasks(size, seed + 1)):
+    for number, task in enumerate(train_tasks(size, seed + 1)):
         item, count = task["item"], rng.choice(COUNTS)
         beginning = [{"role": "system", "content": SYSTEM_TEXT}, *task["messages"]]
         look = {"role": "assistant", "content": _in_a_block(f"{LOOK} ^{item} stock.txt")}
         submit = _in_a_block(f"echo {count} > answer.txt; {SUBMIT}")
         write = {"role": "assistant", "content": submit}
-        if place % 2:
+        if number % 2:
             seen = {"role": "user", "content": f"{item} {count}"}
             yield {"messages": [*beginning, look, seen, write]}
         else:

@@ -21,7 +21,7 @@ from areal_hpc.rundir.paths import RunPaths
 
 VERDICTS = {"y": 1.0, "n": 0.0}
 Listen = Callable[[str, dict[str, Any]], str]
-"""Given what the model said and the task, what the user types."""
+"""Function from the model's reply and the task to the user's input."""
 
 
 def chat(run: Path, listen: Listen, max_tokens: int = 256) -> bool:
@@ -49,12 +49,12 @@ def converse(client: OpenAI, task: dict[str, Any], listen: Listen, max_tokens: i
         reply = client.chat.completions.create(
             model="default", messages=messages, max_completion_tokens=max_tokens
         )
-        said = reply.choices[0].message.content or ""
-        heard = listen(said, task)
+        text = reply.choices[0].message.content or ""
+        heard = listen(text, task)
         if heard in VERDICTS:
             return VERDICTS[heard]
         messages += [
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": text},
             {"role": "user", "content": heard},
         ]
 
@@ -63,8 +63,8 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def at_the_terminal(said: str, task: dict[str, Any]) -> str:
-    return input(f"\n> {task['messages'][-1]['content']}\n{said}\n[y/n, or say something] ")
+def at_the_terminal(text: str, task: dict[str, Any]) -> str:
+    return input(f"\n> {task['messages'][-1]['content']}\n{text}\n[y/n, or say something] ")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which sums to practise next."""
+"""Curriculum: weights of the sums to practise next."""
 
 from typing import Any
 

@@ -47,7 +47,7 @@ def demonstrations(
 
 
 def verify(text: str, task: dict[str, Any]) -> bool:
-    """True if what follows the last `Answer:` is the right number."""
+    """Check that the text after the last `Answer:` is the right number."""
     _, marker, answer = text.rpartition("Answer:")
     try:
         return bool(marker) and float(answer) == float(task["answer"])

@@ -57,10 +57,10 @@ def run_case_and_compare(folder: str, module: str, case: dict[str, Any]) -> bool
             kill_all_descendants()
         printed.seek(0)
         try:
-            told = json.loads(printed.read(MAX_PRINTED_BYTES).splitlines()[-1])
+            answer = json.loads(printed.read(MAX_PRINTED_BYTES).splitlines()[-1])
         except (ValueError, IndexError, RecursionError):
             return False
-    return bool(told == [case["expected"]])
+    return bool(answer == [case["expected"]])
 
 
 def kill_all_descendants() -> None:

@@ -105,20 +105,20 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
     drawn = [module.draw_arguments(rng) for _ in range(_DRAWN_CALL_COUNT)]
     expected = [call_and_name_error(module.source, module.name, arguments) for arguments in drawn]
     shows = next(
-        place
-        for place in range(_DRAWN_CALL_COUNT)
-        if call_and_name_error(faulty, module.name, drawn[place]) != expected[place]
+        position
+        for position in range(_DRAWN_CALL_COUNT)
+        if call_and_name_error(faulty, module.name, drawn[position]) != expected[position]
     )
-    for place in dict.fromkeys([shows, *range(MAX_CASES_PER_TASK - 1)]):
+    for position in dict.fromkeys([shows, *range(MAX_CASES_PER_TASK - 1)]):
         yield {
             "function": module.name,
-            "arguments": drawn[place],
-            "expected": expected[place],
+            "arguments": drawn[position],
+            "expected": expected[position],
         }
 
 
 def call_and_name_error(module_source: str, function: str, arguments: list[Any]) -> Any:
-    """What a sample of `modules.py` gives, as JSON keeps it; else why it fails."""
+    """Call a sample's function; return its result as JSON keeps it, else its error."""
     names: dict[str, Any] = {}
     exec(module_source, names)  # our own sources, above
     try:

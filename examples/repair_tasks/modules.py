@@ -1,4 +1,4 @@
-"""Small Python modules with faults to put into them: what repair tasks are made of."""
+"""Small Python modules with faults to put into them, for repair tasks."""
 
 import random
 from collections.abc import Callable
@@ -11,11 +11,11 @@ class RepairModule:
     """A function that is right, and ways to make it wrong."""
 
     name: str
-    """Of the module and of its function."""
+    """Name of the module and of its function."""
     purpose: str
     source: str
     faults: tuple[tuple[str, str], ...]
-    """What is right in the source, and what is wrong in its place."""
+    """Pairs of right source text and its faulty replacement."""
     draw_arguments: Callable[[random.Random], list[Any]]
     """Arguments of a call."""
 

@@ -32,7 +32,7 @@ class Index:
         self.passages = passages
         self.ranking = bm25s.BM25()
         self.ranking.index(
-            self._tokens([f"{one['title']} {one['text']}" for one in passages]),
+            self._tokens([f"{row['title']} {row['text']}" for row in passages]),
             show_progress=False,
         )
 
@@ -43,16 +43,16 @@ class Index:
 
     def search(self, query: str, most: int = 2) -> list[dict[str, str]]:
         """The best passages; none if no word of the query occurs."""
-        found, scores = self.ranking.retrieve(
+        order, scores = self.ranking.retrieve(
             self._tokens([query]),
             k=min(most, len(self.passages)),
             show_progress=False,
             n_threads=0,
         )
-        return [self.passages[i] for i, score in zip(found[0], scores[0], strict=True) if score > 0]
+        return [self.passages[i] for i, score in zip(order[0], scores[0], strict=True) if score > 0]
 
     def looked_up(self, arguments: str) -> str:
-        """What the model is told: passages, or what is wrong with its call (models err)."""
+        """Passages as the model's tool result, or the error of its call (models err)."""
         try:
             passages = self.search(str(json.loads(arguments)["query"]))
         except (ValueError, TypeError, KeyError):

@@ -25,7 +25,7 @@ CALCULATE = {
 
 
 def calculate(arguments: str) -> str:
-    """What the model is told: the result, or what is wrong with its call (models err)."""
+    """Evaluate a call for the model: the result, or the error of its call (models err)."""
     try:
         worth, _ = evaluate_expression(json.loads(arguments)["expression"])
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -6,13 +6,13 @@ from openai import AsyncOpenAI
 
 
 def tasks(size):
-    """What there is to do."""
+    """Tasks to greet guests."""
     for number in range(size):
         yield {"messages": [{"role": "user", "content": f"Greet guest {number % 100}."}]}
 
 
 def demonstrations(size, seed):
-    """How a greeting looks, mostly a sloppy one: the small model has never seen a text."""
+    """Greetings to imitate, mostly sloppy ones: the small model has never seen a text."""
     rng = random.Random(seed)
     for task in tasks(size):
         (greeting,) = rng.choices(["hi", "hello", "good day"], weights=[6, 3, 1])
@@ -20,7 +20,7 @@ def demonstrations(size, seed):
 
 
 def reward(reply):
-    """What you want: manners."""
+    """Reward for manners."""
     return {"good day": 1.0, "hello": 0.3}.get(reply.strip(), 0.0)
 
 
