@@ -1,4 +1,4 @@
-"""This tier needs a CUDA device. Without one it fails; `make test` leaves it out.
+"""Settings of the tier that needs a CUDA device; without one it fails. `make test` leaves it out.
 
 `tests/acceptance/test_small_benchmarks.py` runs it on the CPU, small: `GPU_TIER_DEVICE=cpu`.
 """
@@ -35,7 +35,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="session")
 def run_worker(device: Device) -> RunWorker:
-    """Runs a module in a process of its own; what it reported."""
+    """Run a module in a process of its own, and return its report."""
 
     def run(report: Path, module: str, *arguments: str) -> dict[str, Any]:
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -43,8 +43,8 @@ def run_worker(device: Device) -> RunWorker:
             environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         command = [sys.executable, "-m", module, *arguments]
         subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=scaled(540))
-        found: dict[str, Any] = json.loads(report.read_text())
-        print(json.dumps(found, indent=1))
-        return found
+        findings: dict[str, Any] = json.loads(report.read_text())
+        print(json.dumps(findings, indent=1))
+        return findings
 
     return run

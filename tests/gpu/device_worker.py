@@ -1,4 +1,4 @@
-"""What the trainer computes on one device, compared with plain PyTorch and transformers there.
+"""Comparison of the trainer on one device with plain PyTorch and transformers there.
 
 `python -m tests.gpu.device_worker DEVICE REPORT.json`. On a GPU everything runs in bfloat16 at the
 sizes of Qwen2.5-0.5B; on a CPU the same lines run with small sizes. `bounds` says what must hold.
@@ -53,20 +53,20 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
     ]
     scale = HEAD_DIM**-0.5
     expected = attend_plainly([part.float() for part in parts], lengths, scale)
-    found = attend_over_ranks(plan_varlen_attention, parts, lengths, scale, cp)
+    actual = attend_over_ranks(plan_varlen_attention, parts, lengths, scale, cp)
     weights = torch.randn(expected.shape, generator=generator).to(device)
-    got = torch.autograd.grad((found.float() * weights).sum(), parts)
+    got = torch.autograd.grad((actual.float() * weights).sum(), parts)
     want = torch.autograd.grad((expected * weights).sum(), parts)
     return {
-        "value": (found.float() - expected).abs().max().item(),
+        "value": (actual.float() - expected).abs().max().item(),
         "gradient": max(relative_gap(a, b) for a, b in zip(got, want, strict=True)),
     }
 
 
-def relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     expected = expected.float()
-    return float(((found.float() - expected).norm() / expected.norm()).item())
+    return float(((actual.float() - expected).norm() / expected.norm()).item())
 
 
 def expert_gaps(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -85,28 +85,28 @@ def expert_gaps(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         rows = draw(sum(counts), 64).to(device, dtype).requires_grad_()
         weights = torch.rand(sum(counts), generator=generator).to(device).requires_grad_()
         inputs = [rows, weights, *experts.parameters()]
-        found, _ = experts(rows, torch.tensor(counts, device=device), weights)
-        direction = draw(found.shape).to(device)
-        got = torch.autograd.grad((found.float() * direction).sum(), inputs)
-        exact = [one.detach().float().requires_grad_() for one in inputs]
+        actual, _ = experts(rows, torch.tensor(counts, device=device), weights)
+        direction = draw(actual.shape).to(device)
+        got = torch.autograd.grad((actual.float() * direction).sum(), inputs)
+        exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
         expected = loop_over_experts(exact, counts)
         want = torch.autograd.grad((expected * direction).sum(), exact)
-        empty = [one for one, count in enumerate(counts) if not count]
+        empty = [expert for expert, count in enumerate(counts) if not count]
         gaps.append(
             {
-                "value": relative_gap(found, expected),
+                "value": relative_gap(actual, expected),
                 "gradient": max(relative_gap(a, b) for a, b in zip(got, want, strict=True)),
-                "gradient_without_tokens": max(float(one[empty].abs().max()) for one in got[2:]),
+                "gradient_without_tokens": max(float(grad[empty].abs().max()) for grad in got[2:]),
             }
         )
-        del found, got, want, expected, exact
-        for one in inputs:  # for PyTorch to hand out again
-            [torch.full_like(one, torch.nan) for _ in range(4)]
-    return {name: max(one[name] for one in gaps) for name in gaps[0]}
+        del actual, got, want, expected, exact
+        for tensor in inputs:  # for PyTorch to hand out again
+            [torch.full_like(tensor, torch.nan) for _ in range(4)]
+    return {name: max(row[name] for row in gaps) for name in gaps[0]}
 
 
 def loop_over_experts(inputs: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
-    """Of rows, their weights, and both stacks of projections."""
+    """Compute the experts of rows, given their weights and both stacks of projections."""
     rows, weights, first, second = inputs
     outputs = []
     parts = zip(rows.split(counts), weights.split(counts), first, second, strict=True)
@@ -154,14 +154,14 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
 
 
 def hf_logprobs(model: Any, row: TrainingRow) -> torch.Tensor:
-    """Of every token but the first, float32."""
+    """Compute log-probabilities of every token but the first, in float32."""
     ids = torch.from_numpy(row.input_ids_T).long().to(model.device)
     logits: torch.Tensor = model(ids[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 def hf_gradients(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]:
-    """Of the token mean of -advantage x log-probability."""
+    """Compute gradients of the token mean of -advantage x log-probability."""
     tokens = sum(len(row.input_ids_T) - 1 for row in rows)
     for row in rows:
         advantages = torch.from_numpy(row.channels[Channel.ADVANTAGE][1:]).to(model.device)
@@ -252,7 +252,7 @@ def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             for parameter in trainee.policy.gpt.parameters():
                 parameter.main_grad.normal_(generator=chance)
             step_optimizer(trainee.optimizer, rate=1e-3)
-    expected, found = (
+    expected, offloaded = (
         [
             *trainee.policy.gpt.parameters(),
             *(tensor for moments in adam.state.values() for tensor in moments.values()),
@@ -261,10 +261,10 @@ def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         for trainee in (here, there)
         for adam in [trainee.optimizer.chained_optimizers[0].optimizer]
     )
-    state = [tensor for tensor in found if tensor.device.type == "cpu" and tensor.numel() > 1]
+    state = [tensor for tensor in offloaded if tensor.device.type == "cpu" and tensor.numel() > 1]
     return {
         "different": sum(
-            not torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, found, strict=True)
+            not torch.equal(a.cpu(), b.cpu()) for a, b in zip(expected, offloaded, strict=True)
         ),
         "host_bytes": sum(tensor.numel() * tensor.element_size() for tensor in state),
         "parameters": sum(parameter.numel() for parameter in here.policy.gpt.parameters()),
@@ -273,7 +273,7 @@ def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def codec(trainee: Trainee) -> dict[str, Any]:
-    """Every weight through buckets on the device."""
+    """Send every weight through buckets on the device."""
     specs = [
         TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."))
         for name, shape, dtype in list_hf_specs(trainee.policy)
@@ -286,8 +286,8 @@ def codec(trainee: Trainee) -> dict[str, Any]:
         packed = buffers.open_bucket_in_older_buffer(bucket)
         for spec in bucket.specs:
             packed.place_parameter(spec.name, weights[spec.name])
-        found = packed.tensors
-        different += sum(not torch.equal(found[name], weights[name]) for name in found)
+        tensors = packed.tensors
+        different += sum(not torch.equal(tensors[name], weights[name]) for name in tensors)
     return {
         "buckets": len(buckets),
         "bytes": sum(bucket.size_bytes for bucket in buckets),
@@ -296,7 +296,7 @@ def codec(trainee: Trainee) -> dict[str, Any]:
 
 
 def findings(device: torch.device) -> dict[str, Any]:
-    """Everything that the tests look at."""
+    """Collect all figures that the tests check."""
     on_gpu = device.type == "cuda"
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return {

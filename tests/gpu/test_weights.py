@@ -21,21 +21,21 @@ SHARING_NCCL = (2, 30, 7)
 
 
 @pytest.fixture(scope="module")
-def found(
+def findings(
     run_worker: RunWorker, device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     report = tmp_path_factory.mktemp("weights") / "report.json"
     return run_worker(report, "tests.gpu.weights_worker", device, str(report))
 
 
-def test_a_group_may_be_abandoned_in_a_send(found: dict[str, Any]) -> None:
-    assert found["group"]["sent"] == 2
-    assert found["group"]["intact"]
+def test_a_group_may_be_abandoned_in_a_send(findings: dict[str, Any]) -> None:
+    assert findings["group"]["sent"] == 2
+    assert findings["group"]["intact"]
 
 
-def test_written_weights_are_those_of_the_device(found: dict[str, Any]) -> None:
-    assert found["files"]["gap"] <= 1e-4
-    assert found["files"]["change"] > 10 * found["files"]["gap"]
+def test_written_weights_are_those_of_the_device(findings: dict[str, Any]) -> None:
+    assert findings["files"]["gap"] <= 1e-4
+    assert findings["files"]["change"] > 10 * findings["files"]["gap"]
 
 
 def test_two_ranks_exchange_over_nccl(device: Device, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of weights that leave one device: a group over NCCL, files.
+"""Transfers of weights from one device: through a group over NCCL, and through files.
 
 `python -m tests.gpu.weights_worker DEVICE REPORT.json`. On a CPU the same lines run over gloo.
 """
@@ -58,7 +58,7 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     source = folder / "source"
     make_tiny_model(source, ["one two three four"], hidden=128, heads=2, kv_heads=1, head_dim=64)
     policy = load_policy(source, device)
-    ids = [(7 * place) % policy.arch.vocab for place in range(100)]
+    ids = [(7 * position) % policy.arch.vocab for position in range(100)]
     row = make_training_row(ids, 1, {Channel.ADVANTAGE: 1.0})
     before = list_scored_logprobs(policy, row)
     take_step_with_fresh_adamw(policy, row, RATE)
@@ -74,19 +74,19 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
         logprobs = model(ids_T[None]).logits[0, :-1].float().log_softmax(-1)
     read = logprobs.gather(1, ids_T[1:, None])[:, 0].tolist()
     return {
-        "gap": max(abs(one - other) for one, other in zip(after, read, strict=True)),
-        "change": max(abs(one - other) for one, other in zip(before, after, strict=True)),
+        "gap": max(abs(logprob - other) for logprob, other in zip(after, read, strict=True)),
+        "change": max(abs(logprob - other) for logprob, other in zip(before, after, strict=True)),
     }
 
 
 def main() -> None:
     device = init_single_rank_groups("cuda" if sys.argv[1] == "cuda" else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        found = {
+        findings = {
             "group": lone_group(device),
             "files": files(device, Path(folder)),
         }
-    Path(sys.argv[2]).write_text(json.dumps(found, indent=1))
+    Path(sys.argv[2]).write_text(json.dumps(findings, indent=1))
     destroy_process_groups()
 
 

@@ -15,9 +15,9 @@ collect_ignore = [] if list_unpacked_versions(CHECKOUT) else ["test_releases.py"
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
-    place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=4", f"--grace-s={scaled(5):.0f}") as found:
-        yield found
+    state_dir = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(state_dir, "--nodes=4", f"--grace-s={scaled(5):.0f}") as cluster:
+        yield cluster
 
 
 @pytest.fixture

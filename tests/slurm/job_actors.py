@@ -1,4 +1,4 @@
-"""What the processes of the jobs under test do."""
+"""Processes of the jobs under test."""
 
 import os
 import signal

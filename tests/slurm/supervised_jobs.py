@@ -42,7 +42,7 @@ from tests.support.waiting import wait_for
 STOP_GRACE_S = scaled(6.0)
 MARGIN_S = scaled(5.0)
 TIME_LIMIT_MIN = math.ceil(scaled(49.0) / 60)
-"""As short as Slurm has them, if the start, the stop and a save fit in."""
+"""Shortest time limit of Slurm into which the start, the stop and a save fit."""
 RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
 
 
@@ -67,7 +67,7 @@ class SupervisedJob:
         return self.run.job(self.name)
 
     def launch(self, function: str, tasks: int = 1, **slurm: object) -> LaunchFile:
-        """What its supervisors are told, for a process that does a thing of `job_actors.py`."""
+        """Build the launch file for a process that runs a function of `job_actors.py`."""
         progress = str(self.root / f"{self.name}.progress")
         config = {"file": str(self._words_path), "progress": progress, "go": str(self._go_path)}
         process, entry = self.name.partition("-")[0], f"tests.slurm.job_actors:{function}"
@@ -81,7 +81,7 @@ class SupervisedJob:
                 CARETAKER_JOB, tasks="first", restarts=3, ends_job=self.name == CARETAKER_JOB
             )
             processes = [*(processes if self.name != CARETAKER_JOB else ()), caretaker]
-        told = SlurmLaunchInfo(margin_s=MARGIN_S, progress=progress, least_free_bytes=64 << 20)
+        info = SlurmLaunchInfo(margin_s=MARGIN_S, progress=progress, least_free_bytes=64 << 20)
         return LaunchFile(
             job=JobSpec(self.name, "agents", processes, tasks=tasks),
             job_dir=str(self.files.root),
@@ -89,7 +89,7 @@ class SupervisedJob:
             events=str(self.run.events),
             pythons=dict.fromkeys(ROLES, sys.executable),
             stop_grace_s=STOP_GRACE_S,
-            slurm=msgspec.structs.replace(told, **slurm),
+            slurm=msgspec.structs.replace(info, **slurm),
         )
 
     def submit(
@@ -138,7 +138,7 @@ class SupervisedJob:
         return job
 
     def is_submitted(self, job_id: str) -> None:
-        """Note the number that Slurm gave it."""
+        """Note the job's number at Slurm."""
         self.job_id = job_id
         submission = Submission(self.name, job_id, 1, 0.0, str(self.files.script))
         record_submission(self.run.submissions, submission)
@@ -189,7 +189,7 @@ class SupervisedJob:
 
     @property
     def told(self) -> list[str]:
-        """The same, without the places."""
+        """Words without their hosts."""
         return [word.partition(" at ")[0] for word in self.words]
 
     def state(self) -> str:
@@ -264,7 +264,7 @@ class OperatedRun:
         return cls(cluster, paths)
 
     def submit(self, name: str, does: str, *options: str, tasks: int = 1) -> SupervisedJob:
-        """A job that was submitted, whose one process does a thing of `job_actors.py`."""
+        """Submit a job whose one process runs a function of `job_actors.py`."""
         job = SupervisedJob(self.cluster, self.paths.root, name)
         job.files.root.mkdir(parents=True)
         # It has crashed once already: the next crash ends it for good.
@@ -276,7 +276,7 @@ class OperatedRun:
         return start_areal_hpc(command, self.paths.root, *arguments, environ=self.cluster.environ)
 
     def command(self, command: str, *arguments: str, code: int = 0) -> str:
-        """What `areal-hpc COMMAND RUN` prints; it must exit with `code`."""
+        """Run `areal-hpc COMMAND RUN`, which must exit with `code`, and return its output."""
         ended = areal_hpc(command, self.paths.root, *arguments, environ=self.cluster.environ)
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr

@@ -1,4 +1,4 @@
-"""Who ended a job decides whether it comes back: runs of a user who is not root."""
+"""Return of a job by who ended it: runs of a user who is not root."""
 
 import pwd
 import stat
@@ -30,23 +30,23 @@ def place() -> Iterator[Path]:
 @pytest.fixture
 def cluster(place: Path) -> Iterator[Devcluster]:
     """Nodes on which every user may run the Python of the tests."""
-    with devcluster(place / "cluster", f"--nodes={NODES}") as found:
-        needed = {Path(one).resolve() for one in (sys.base_prefix, sys.prefix, CHECKOUT)}
+    with devcluster(place / "cluster", f"--nodes={NODES}") as cluster:
+        needed = {Path(folder).resolve() for folder in (sys.base_prefix, sys.prefix, CHECKOUT)}
         if script := build_opening_script(sorted(needed)):
             each = (f"--nodes={NODES}", "--ntasks-per-node=1")
-            found.slurm("srun", PARTITION, *each, "sh", "-ec", script)
-        yield found
+            cluster.slurm("srun", PARTITION, *each, "sh", "-ec", script)
+        yield cluster
 
 
 def build_opening_script(folders: Sequence[Path]) -> str:
-    """A script for a node that lets every user reach folders; empty if every user can.
+    """Write a script for a node that lets every user reach folders; empty if every user can.
 
     Where a home, such as root's, is closed, the node has another one in its place, with nothing in
     it but these folders.
     """
     closed = {folder: find_closed_folder(folder) for folder in folders}
     lines = []
-    for home in sorted({one for one in closed.values() if one is not None}):
+    for home in sorted({home for home in closed.values() if home is not None}):
         inside = [folder for folder in folders if closed[folder] == home]
         lines.append("held=$(mktemp -d)")
         for number, folder in enumerate(inside):
@@ -59,7 +59,7 @@ def build_opening_script(folders: Sequence[Path]) -> str:
 
 def find_closed_folder(folder: Path) -> Path | None:
     way = (*reversed(folder.parents), folder)
-    return next((one for one in way if not one.stat().st_mode & stat.S_IXOTH), None)
+    return next((parent for parent in way if not parent.stat().st_mode & stat.S_IXOTH), None)
 
 
 @pytest.mark.timeout(300)
@@ -87,7 +87,7 @@ def test_what_root_or_slurm_ended_comes_back_and_what_its_owner_ended_does_not(
     cluster.slurm("scancel", trainer.job_id)  # cell-1 is the first that runs
     trainer.await_successor()
     assert read_canceller(cluster, unwanted.job_id) == f"CANCELLED by {pwd.getpwnam(OWNER).pw_uid}"
-    assert [read_canceller(cluster, one) for one in gone] == ["CANCELLED by 0", "CANCELLED"]
+    assert [read_canceller(cluster, job) for job in gone] == ["CANCELLED by 0", "CANCELLED"]
     jobs = (trainer, unwanted, ended_by_root, ended_by_slurm)
     assert {job.name: [row["by"] for row in job.resubmissions()] for job in jobs} == {
         "trainer": ["cell-1"],

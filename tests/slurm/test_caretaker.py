@@ -81,10 +81,10 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
         assert len(job.resubmissions()) == 1, job.name
     names = cancelling.slurm("squeue", "-h", "-t", "R", "-o", "%j").split()
     prefixes = f"{trainer.run.queue_name}-"
-    found = sorted(
+    running = sorted(
         name.partition(".")[0].removeprefix(prefixes) for name in names if name != "wrap"
     )
-    assert found == [*CELLS, "trainer"]
+    assert running == [*CELLS, "trainer"]
     cancelling.slurm("scancel", waiting)
     cancelling.slurm("srun", SAFE, "--nodelist=n04", "umount", str(root))
 
@@ -180,13 +180,13 @@ def test_jobs_without_commands_of_slurm_are_brought_back_from_a_login_node(
     job.lay_caretaker(SAFE, "--hold")  # its node may not submit jobs
     job.awaits_words(1)
     monkeypatch.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
-    said: list[str] = []
-    looking = Thread(target=look_after_run, args=(job.run, said.append, 1.0))
+    output: list[str] = []
+    looking = Thread(target=look_after_run, args=(job.run, output.append, 1.0))
     looking.start()
     job.kill_process()
     job.await_successor()
     job.awaits(lambda: "began 2" in job.told)
-    assert said == [f"trainer ended with an error; submitted again as job {job.job_id}"]
+    assert output == [f"trainer ended with an error; submitted again as job {job.job_id}"]
     job.let_go()
     looking.join(scaled(60))
     assert not looking.is_alive()

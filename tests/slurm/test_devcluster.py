@@ -33,8 +33,8 @@ def test_a_second_cluster_without_accounting_leaves_nothing(
     cluster: Devcluster, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     with devcluster(tmp_path / "state", "--nodes=2", "--no-accounting", *options) as second:
-        told = second.done("env").splitlines()
-        assert told[0] == f"export SLURM_CONF={second.state_dir}/etc/slurm.conf"
+        words = second.done("env").splitlines()
+        assert words[0] == f"export SLURM_CONF={second.state_dir}/etc/slurm.conf"
         names = second.slurm("srun", "-N2", "sh", "-c", "echo $SLURMD_NODENAME").splitlines()
         assert sorted(names) == ["n01", "n02"]
         with pytest.raises(AssertionError, match="accounting storage is disabled"):

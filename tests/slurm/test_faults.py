@@ -1,4 +1,4 @@
-"""What a bad day and an administrator's hands do to jobs, beside what the other files have."""
+"""Faults of machines and interventions of administrators that jobs outlive."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 SAFE = ("--partition=priority", "--requeue")
 SUSPENDED_S = 5.0
 AFTER_LIMIT_S = 60.0 * TIME_LIMIT_MIN + 15.0
-"""From the start of a job with the shortest limit until that has passed, with Slurm's grace."""
+"""Time from the start of a job with the shortest limit to its end, with Slurm's grace."""
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_job_whose_srun_hangs_while_its_process_dies_is_started_again(
 ) -> None:
     job.submit("steady", *SAFE)
     job.awaits_told("began 1")
-    hung = [one for one in find_processes(job.files.launch) if one.name() == "srun"]
+    hung = [process for process in find_processes(job.files.launch) if process.name() == "srun"]
     assert hung
     for process in hung:
         os.kill(process.pid, signal.SIGSTOP)

@@ -63,23 +63,23 @@ def test_doctor_compares_limits_with_the_jobs_of_the_recipe(
     limited: Devcluster, tmp_path: Path
 ) -> None:
     light = (*HELD, *light_overrides(tmp_path))
-    said = doctor(limited, tmp_path, *light)
-    assert "ok    job limits" in said
+    output = doctor(limited, tmp_path, *light)
+    assert "ok    job limits" in output
     few = (*light, "cluster.slurm.sbatch.qos=few")
-    said = doctor(limited, tmp_path, *few, code=1)
-    assert "fail  job limits" in said
-    assert "QOS few allows 3 jobs at a time; the recipe submits 4" in said
-    assert "ok    preemption QOS few  a preempted job has 45 s, in which it asks" in said
-    said = doctor(limited, tmp_path, *few, "inference.cells=1")
-    assert "QOS few allows 3 jobs at a time; the recipe submits 3, so that no caretaker" in said
-    said = doctor(
+    output = doctor(limited, tmp_path, *few, code=1)
+    assert "fail  job limits" in output
+    assert "QOS few allows 3 jobs at a time; the recipe submits 4" in output
+    assert "ok    preemption QOS few  a preempted job has 45 s, in which it asks" in output
+    output = doctor(limited, tmp_path, *few, "inference.cells=1")
+    assert "QOS few allows 3 jobs at a time; the recipe submits 3, so that no caretaker" in output
+    output = doctor(
         limited, tmp_path, *few, "inference.cells=1", "cluster.slurm.time_limit_minutes=90", code=1
     )
-    assert "the job asks for 90 min; QOS few allows 60 min" in said
+    assert "the job asks for 90 min; QOS few allows 60 min" in output
     waiting = limited.submit("true", "--hold", "--qos=few")
-    said = doctor(limited, tmp_path, *few, "inference.cells=1")
-    assert "warn  job limits" in said
-    assert "submit when 1 have ended" in said
+    output = doctor(limited, tmp_path, *few, "inference.cells=1")
+    assert "warn  job limits" in output
+    assert "submit when 1 have ended" in output
     limited.slurm("scancel", waiting)
 
 

@@ -37,8 +37,8 @@ def test_a_run_that_waits_says_what_for(run: OperatedRun) -> None:
     why = run.command("why", code=1)
     assert why.startswith(f"trainer (job {trainer.job_id}) is pending: its user holds it")
     assert f"try: scontrol release {trainer.job_id}" in why
-    said = run.command("cancel")
-    assert "cancelled 2 jobs; none are left" in said
+    output = run.command("cancel")
+    assert "cancelled 2 jobs; none are left" in output
     assert run.cluster.slurm("squeue", "-h") == ""
     assert cell.state() == "CANCELLED"
     assert "the run was cancelled" in run.command("why")
@@ -64,9 +64,9 @@ def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: Ope
         assert "Slurm does not answer (" in status
         assert cancelling.stdout is not None
         assert "slurmctld has not responded for" in cancelling.stdout.readline()
-    said, _ = cancelling.communicate(timeout=scaled(90))
+    output, _ = cancelling.communicate(timeout=scaled(90))
     assert cancelling.returncode == 0
-    assert "SIGTERM to 2 jobs" in said
+    assert "SIGTERM to 2 jobs" in output
     assert run.cluster.slurm("squeue", "-h") == ""
     assert trainer.words[1:] == ["saved 0"]
     assert trainer.outcome().exit_code == 143
@@ -85,11 +85,11 @@ def test_an_interrupted_cancellation_names_the_jobs_that_stay(run: OperatedRun) 
     assert cancelling.stdout is not None
     assert "SIGTERM to 1 jobs" in cancelling.stdout.readline()
     cancelling.send_signal(signal.SIGINT)
-    said, _ = cancelling.communicate(timeout=scaled(60))
+    output, _ = cancelling.communicate(timeout=scaled(60))
     assert cancelling.returncode == 130
-    assert f"that Slurm listed last: {trainer.job_id}\n" in said
-    assert f" cancel {run.paths.root}\n" in said
-    assert "Traceback" not in said
+    assert f"that Slurm listed last: {trainer.job_id}\n" in output
+    assert f" cancel {run.paths.root}\n" in output
+    assert "Traceback" not in output
     run.cluster.slurm("scancel", trainer.job_id)
 
 
@@ -113,7 +113,6 @@ def test_memory_that_ran_out_is_named_whoever_died_of_it(run: OperatedRun) -> No
 
 
 def test_a_lost_node_is_named_and_its_job_requeued_elsewhere(run: OperatedRun) -> None:
-    """Of two jobs on the node that loses its power."""
     cluster = run.cluster
     counts_its_starts = "echo start ${SLURM_RESTART_COUNT:-0}; echo on $(hostname); srun sleep 600"
     moving = cluster.submit(counts_its_starts)
@@ -141,9 +140,9 @@ def test_doctor_asks_a_node_about_the_file_root(cluster: Devcluster, tmp_path: P
     site = tmp_path / "site.yaml"
     site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
     doctor = ("doctor", "--site", site)
-    said = said_by(areal_hpc(*doctor, "--check-node", environ=cluster.environ))
-    assert re.search(r"ok +partition scavenger", said)
-    assert "n01 saw the file, and its answer is visible here" in said
+    output = said_by(areal_hpc(*doctor, "--check-node", environ=cluster.environ))
+    assert re.search(r"ok +partition scavenger", output)
+    assert "n01 saw the file, and its answer is visible here" in output
     assert list((tmp_path / "runs").iterdir()) == []
     site.write_text("slurm: {partition: nowhere}\n")
     refused = areal_hpc(*doctor, environ=cluster.environ)
@@ -154,8 +153,8 @@ def test_doctor_asks_a_node_about_the_file_root(cluster: Devcluster, tmp_path: P
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Iterator[Devcluster]:
-    with devcluster(tmp_path / "state", "--nodes=1", "--no-accounting") as found:
-        yield found
+    with devcluster(tmp_path / "state", "--nodes=1", "--no-accounting") as cluster:
+        yield cluster
 
 
 def tear_files(paths: RunPaths) -> None:
@@ -198,9 +197,9 @@ def test_commands_work_without_accounting_and_torn_lines(bare: Devcluster, tmp_p
     assert "SIGTERM to 1 job" in run.command("cancel")
     assert bare.slurm("squeue", "-h") == ""
     assert "quickstart/one  cancelled" in run.command("list")
-    said = run.command("resume", *HELD)
-    assert "job      sft" in said
-    assert "job      trainer" in said
+    output = run.command("resume", *HELD)
+    assert "job      sft" in output
+    assert "job      trainer" in output
     assert len(bare.slurm("squeue", "-h").splitlines()) == 4
     assert "quickstart/one: waiting" in run.command("status")
     run.submit("cell-2", "steady").awaits_words(1)

@@ -20,7 +20,7 @@ def test_a_job_on_the_newest_slurm_is_preempted_and_goes_on(tmp_path: Path) -> N
         cluster.submit("sleep 1", "--partition=priority", "--exclusive", "--nodelist=n01")
         job.awaits_told("began 1", "saved 0", "began 2")
         assert job.restarts() == 1
-        said = areal_hpc("doctor", environ=cluster.environ).stdout
-        assert f"{newest}: the tests run on it" in said
+        output = areal_hpc("doctor", environ=cluster.environ).stdout
+        assert f"{newest}: the tests run on it" in output
         cluster.cancel_all()
         assert "CANCELLED" in cluster.slurm("sacct", "-n", "-X", "-o", "State", "-j", job.job_id)

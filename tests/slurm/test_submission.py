@@ -79,9 +79,9 @@ def test_what_a_killed_submission_left_is_named_and_dealt_with(
     assert again.returncode == 75
     assert unknown in again.stderr
     assert "areal-hpc resume" in again.stderr
-    said = said_by(run.call(command, root))
+    output = said_by(run.call(command, root))
     if command == "cancel":
-        assert "cancelled 2 jobs; none are left" in said
+        assert "cancelled 2 jobs; none are left" in output
         assert numbers(cluster) == []
     else:
         assert recorded(run)["trainer"] == unknown
@@ -106,8 +106,8 @@ def test_of_two_submissions_at_the_same_time_one_is_refused(
         "sh",
     )
     both = [run.start(*light), run.start(*light, before=on_another_host if hosts == 2 else ())]
-    shown = [one.communicate(timeout=scaled(100))[0] for one in both]
-    assert sorted(one.returncode for one in both) == [0, 75], shown
+    shown = [process.communicate(timeout=scaled(100))[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 75], shown
     assert queued(cluster) == JOBS
     assert sorted(recorded(run).values()) == numbers(cluster)
 
@@ -135,7 +135,7 @@ def test_a_run_that_was_moved_is_resumed_at_its_new_place(
     paths = RunPaths(tmp_path / "elsewhere" / "quickstart" / "slurm")
     assert "moved    from" in said_by(run.call("resume", str(paths.root)))
     newest = get_latest_submissions(read_submissions(paths.submissions))
-    now = {job: one.job_id for job, one in newest.items()}
+    now = {job: submission.job_id for job, submission in newest.items()}
     assert set(now) == set(before)
     assert set(now.values()).isdisjoint(before.values())
     assert sorted(now.values()) == numbers(cluster)

@@ -52,9 +52,9 @@ def test_a_run_all_of_whose_jobs_slurm_ends_in_one_second_trains_on_by_itself(
     work = ("trainer", "cell-0")
     for job in work:
         cancelling.await_state(first[job], "PREEMPTED")
-    said, _ = waiting.communicate(timeout=scaled(380))
-    assert waiting.returncode == 0, said
-    assert "step      4/4" in said
+    output, _ = waiting.communicate(timeout=scaled(380))
+    assert waiting.returncode == 0, output
+    assert "step      4/4" in output
     again = recorded(run)
     assert set(again) == {"caretaker", *work}
     assert all(again[job] != first[job] for job in (*work, "caretaker"))
@@ -81,17 +81,17 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
     shown, _ = waiting.communicate(timeout=scaled(60))
     assert waiting.returncode == 130, shown
     assert "detached; jobs keep running" in shown
-    first = [one.job_id for one in run.submissions]
+    first = [submission.job_id for submission in run.submissions]
     script = (run.paths.jobs_dir / "cell-1" / "job.sbatch").read_text()
     assert f"--dependency=afterok:{first[0]}" in script
     for again in (run.submit(*held), run.call("run", str(run.paths.recipe))):
         assert again.returncode == 75
         assert all(job_id in again.stderr for job_id in first)
     comments = cluster.slurm("squeue", "-h", "-o", "%k").splitlines()
-    assert [one.split(" token=")[0] for one in comments] == [root] * len(JOBS)
+    assert [comment.split(" token=")[0] for comment in comments] == [root] * len(JOBS)
     said_by(run.call("cancel", root))
-    said = said_by(run.call("resume", root, "trainer.total_steps=7"))
-    assert "changed  trainer.total_steps: 5 -> 7" in said
+    output = said_by(run.call("resume", root, "trainer.total_steps=7"))
+    assert "changed  trainer.total_steps: 5 -> 7" in output
     second = cluster.slurm("squeue", "-h", "-o", "%i").split()
     assert len(second) == len(JOBS)
     assert set(second).isdisjoint(first)
@@ -111,7 +111,9 @@ def test_scripts_of_a_site_pass_sbatchs_own_check(cluster: Devcluster, run: Subm
         )
     )
     scripts = [part.partition(" <==\n")[2] for part in shown.split("\n==> ")]
-    scripts = [re.sub(r"#SBATCH --dependency=.*\n", "", one) for one in scripts if one[:2] == "#!"]
+    scripts = [
+        re.sub(r"#SBATCH --dependency=.*\n", "", text) for text in scripts if text[:2] == "#!"
+    ]
     assert len(scripts) == 4
     for script in scripts:
         checked = subprocess.run(
@@ -140,8 +142,8 @@ def test_the_plain_scripts_start_a_run_that_is_only_written_down(
 
     assert cluster.await_end(sbatch("sft")) == "COMPLETED"
     jobs = (sbatch("trainer"), sbatch("cell", "0"))
-    found = [run.paths.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
-    wait_for(lambda: all(path.exists() for path in found), 100)
+    endpoints = [run.paths.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
+    wait_for(lambda: all(path.exists() for path in endpoints), 100)
     assert {cluster.job_state(job) for job in jobs} == {"RUNNING"}
 
 
@@ -158,7 +160,7 @@ def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_pa
     model_dir, site = tmp_path / "model", tmp_path / "site.yaml"
     make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)
     site.write_text(SITE)
-    said = said_by(
+    output = said_by(
         run_program(
             *(python_of("main"), "-m", "areal_hpc.areal", FOLDER / "script.py"),
             *("--config", FOLDER / "config.yaml", "trial_name=slurm"),
@@ -169,8 +171,8 @@ def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_pa
         )
     )
     paths = RunPaths(tmp_path / "runs" / "areal" / "slurm")
-    assert "step      2/2" in said
+    assert "step      2/2" in output
     *submitted, caretaker = read_submissions(paths.submissions)
-    assert [one.job for one in (*submitted, caretaker)] == ["trainer", "cell-0", "caretaker"]
-    assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
+    assert [row.job for row in (*submitted, caretaker)] == ["trainer", "cell-0", "caretaker"]
+    assert {cluster.job_state(row.job_id) for row in submitted} == {"COMPLETED"}
     assert [row["step"] for row in read_readable_records(paths.metrics)] == [0, 1, 2]

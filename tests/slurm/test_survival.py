@@ -207,8 +207,8 @@ def test_a_node_without_the_shared_storage_is_named_by_the_others(jobs: Jobs) ->
     job = jobs["apart"]
     job.awaits(lambda: bool(job.excluded()))
     reason = f"no task on this node joined within {JOIN_TIMEOUT_S:.0f} s"
-    said = f"n04: {reason}; is {job.files.root} mounted there?"
-    assert job.excluded() == {"n04": said}
+    message = f"n04: {reason}; is {job.files.root} mounted there?"
+    assert job.excluded() == {"n04": message}
     job.awaits(lambda: job.restarts() == 1)
     job.awaits(lambda: "ExcNodeList=n[01-02],n04 " in job.shown())
     assert job.words == [], "nothing was begun without it"

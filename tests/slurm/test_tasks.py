@@ -19,17 +19,17 @@ from tests.support.thoroughness import choose
 
 
 @pytest.mark.parametrize(
-    ("asked", "given"),
+    ("option", "gpus"),
     [("--gres=gpu:3", "0,1,2"), ("--gpus-per-task=1", "0"), ("--mem=401", "None")],
 )
 def test_processes_see_the_gpus_of_their_task(
-    cluster: Devcluster, tmp_path: Path, asked: str, given: str
+    cluster: Devcluster, tmp_path: Path, option: str, gpus: str
 ) -> None:
     job = SupervisedJob(cluster, tmp_path / "run", "trainer")
-    gpus = (asked,) if asked else ()
-    job.submit("show_gpus", "--partition=priority", "--nodes=2", *gpus, tasks=2)
+    options = (option,) if option else ()
+    job.submit("show_gpus", "--partition=priority", "--nodes=2", *options, tasks=2)
     job.awaits_state("COMPLETED")
-    assert sorted(job.words) == [f"task {rank} has GPUs {given}" for rank in range(2)]
+    assert sorted(job.words) == [f"task {rank} has GPUs {gpus}" for rank in range(2)]
 
 
 SHIFTED_CLOCK = """
@@ -162,9 +162,9 @@ def test_processes_of_ours_are_the_nodes_shortage_and_commands_in_a_sandbox_thei
     program.write_text(PROGRAM)
     run = f"PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1 {sys.executable} {program}"
     job = cluster.submit(run, "--partition=priority", "--mem=500")
-    told = [line for line in cluster.await_output(job, 3) if not is_slurm_error_line(line)]
+    lines = [line for line in cluster.await_output(job, 3) if not is_slurm_error_line(line)]
     ran_out = "the memory of the job, or of the node, ran out"
-    assert told == [
+    assert lines == [
         f"NodeResourceShortageError | the gym was killed: {ran_out}",
         f"NodeResourceShortageError | the worker process was killed: {ran_out}",
         "exit code 137",
