@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
-"""For anything to happen: other work may take most of the machine."""
+"""Time limit of any wait: other work may take most of the machine."""
 COMMAND_TIMEOUT_S = 300.0
 CELLS = 2
 STEPS_AT_FIRST = 5000
@@ -40,14 +40,14 @@ CUT_DOWN = (
     "alerts.off=[no_signal]",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )
-"""So few steps of SFT leave a policy that earns nothing, which `status` would call a failure."""
+"""Few steps of SFT leave a policy that earns nothing, which `status` would call a failure."""
 HELD = ("optimizer.before_step", "checkpoint.before_rename")
-"""Where a rank of the trainer can be kept."""
+"""Fault points at which a rank of the trainer can be kept."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What the operators' commands said of a job at one moment."""
+    """Output of the operators' commands about a job at one moment."""
 
     state: str
     """Slurm's word for it, as `status` shows it."""
@@ -73,17 +73,17 @@ class SlurmRun:
     def areal_hpc(
         self, *arguments: str, codes: Container[int] = (0,), timeout_s: float = COMMAND_TIMEOUT_S
     ) -> str:
-        """What `areal-hpc` prints; it must exit with one of the codes."""
+        """Run `areal-hpc`, which must exit with one of the codes, and return its output."""
         faults = {FAULTS_VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
         environ = {**self.cluster.environ, **faults}
-        asked = areal_hpc(*arguments, environ=environ, timeout_s=timeout_s)
-        assert asked.returncode in codes, asked.stdout + asked.stderr
-        return asked.stdout
+        done = areal_hpc(*arguments, environ=environ, timeout_s=timeout_s)
+        assert done.returncode in codes, done.stdout + done.stderr
+        return done.stdout
 
     def submit(self, *overrides: str) -> None:
         """Hand all jobs to Slurm. What a node keeps for itself is in a folder of its name."""
-        place = f"{self.scratch}/$SLURMD_NODENAME"
-        setup = f"export OMP_NUM_THREADS=1,export SLURM_TMPDIR={place},mkdir -p {place}"
+        folder = f"{self.scratch}/$SLURMD_NODENAME"
+        setup = f"export OMP_NUM_THREADS=1,export SLURM_TMPDIR={folder},mkdir -p {folder}"
         self.areal_hpc(
             *("submit", "recipes/quickstart_slurm.yaml", *CUT_DOWN),
             f"cluster.fileroot={self.paths.root.parents[1]}",
@@ -167,7 +167,7 @@ class SlurmRun:
 
     def proxies_of(self, cell: str) -> list[str]:
         config = str(self.paths.jobs_dir / cell / "proxy.json")
-        return [one for one in processes_of(self.paths.root) if config in one]
+        return [line for line in processes_of(self.paths.root) if config in line]
 
     # Waiting ---------------------------------------------------------------------------------
 
@@ -178,50 +178,50 @@ class SlurmRun:
         goal = self.version.step + count
         self.await_true(lambda: self.version.step >= goal)
 
-    def await_first(self, found: Callable[[], list[T]]) -> T:
+    def await_first(self, find: Callable[[], list[T]]) -> T:
         seen: list[T] = []
 
         def is_there() -> bool:
-            seen[:] = found()
+            seen[:] = find()
             return bool(seen)
 
         self.await_true(is_there)
         return seen[0]
 
     def await_whole(self, since: float = 0.0) -> float:
-        """When all cells were first given weights of a new step, after the time `since`."""
+        """Wait until all cells have weights of a new step after the time `since`; return when."""
         return self.await_first(
             lambda: [at for at, _, replicas in self.published(since) if replicas == CELLS]
         )
 
     def await_ready(self, cell: str, since: float) -> float:
-        """When a server of the cell first answered, after the time `since`."""
+        """Wait until a server of the cell answers after the time `since`; return when."""
 
-        def found() -> list[float]:
+        def find() -> list[float]:
             ready = self.events("replica_ready", since)
-            return [one["time"] for one in ready if one["role"] == cell]
+            return [event["time"] for event in ready if event["role"] == cell]
 
-        return self.await_first(found)
+        return self.await_first(find)
 
     def await_generation_after(self, before: WeightVersion) -> tuple[int, float]:
         """The step that the trainer's next start resumed from, and when it took its first step."""
 
-        def found() -> list[tuple[int, float]]:
+        def find() -> list[tuple[int, float]]:
             published = [(at, version) for at, version, _ in self.published()]
-            later = [(at, one.step) for at, one in published if one.generation > before.generation]
+            later = [(at, new.step) for at, new in published if new.generation > before.generation]
             return [(later[0][1], at) for at, step in later if step > later[0][1]]
 
-        return self.await_first(found)
+        return self.await_first(find)
 
     def await_none_left(self) -> None:
         assert self.cluster.slurm("squeue", "-h") == ""
         self.await_true(lambda: processes_of(self.paths.root) == [], 30.0)
 
     def explained(self) -> str:
-        asked = [("status",), ("why",), ("logs", "-n", "60")]
+        commands = [("status",), ("why",), ("logs", "-n", "60")]
         root = str(self.paths.root)
-        said = [self.areal_hpc(name, root, *more, codes=range(256)) for name, *more in asked]
-        return "\n".join(said)
+        outputs = [self.areal_hpc(name, root, *more, codes=range(256)) for name, *more in commands]
+        return "\n".join(outputs)
 
     # Holding ---------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.timeout(900)
 
 MAX_DELAY_S = scaled(2.0)
-"""From an event to its line on the screen."""
+"""Time from an event to its line on the screen."""
 END_TIMEOUT_S = 150.0
 
 
@@ -60,21 +60,21 @@ def line_of(agent: type, text: str = "async def run") -> str:
 def test_a_mistake_of_the_agent_is_told_at_once_and_ends_the_run(
     tmp_path: Path, model: Path, mistake: AgentMistake, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = mistake.said
+    error_text = mistake.said
     with running(tmp_path, model, mistake.agent) as run:
         shown_at, line = await_line(run, "agent  ")
         assert run.wait(END_TIMEOUT_S) == 70, run.said()
-    assert line.startswith(f"agent    {said}")
+    assert line.startswith(f"agent    {error_text}")
     assert shown_at - events_of(run.paths, "episode_failed")[0]["time"] <= MAX_DELAY_S
     assert screen_of(run).count("agent    ") == 1
     error = screen_of(run).partition("\nerror: ")[2]
     assert error.startswith("the agent failed alike in the first 3 tickets; the last one: ")
-    assert f"the agent {said}" in error.splitlines()[0]
+    assert f"the agent {error_text}" in error.splitlines()[0]
     assert events_of(run.paths, "episode_unserved") == []
-    assert [one["process"] for one in events_of(run.paths, "process_exited")] == ["trainer"]
+    assert [event["process"] for event in events_of(run.paths, "process_exited")] == ["trainer"]
     assert len(events_of(run.paths, "job_submitted")) == 2, "no job was started again"
     assert exit_code_of("why", run.paths.root) == 1
-    assert said in capfd.readouterr().out.splitlines()[0]
+    assert error_text in capfd.readouterr().out.splitlines()[0]
 
 
 def test_agents_that_hang_or_block_the_event_loop_are_told_with_their_line(
@@ -97,7 +97,7 @@ def test_a_server_that_dies_is_told_and_phases_are_in_words(tmp_path: Path, mode
         await_line(run, "phase    evaluation of step 0: 0 of 8 held-out episodes")
         servers = find_processes(run.paths.root, in_environment=True)
         # Its title stands where its environment was.
-        (scheduler,) = {child for one in servers for child in one.children() if is_scheduler(child)}
+        (scheduler,) = {child for p in servers for child in p.children() if is_scheduler(child)}
         scheduler.kill()
         shown_at, line = await_line(run, "server   SGLang 0 of cell-0 ")
         wait_for(lambda: bool(events_of(run.paths, "replica_died")))

@@ -33,14 +33,14 @@ def test_every_preset_is_as_biased_as_the_document_says() -> None:
     # spawned: a process that has used torch's threads must not be forked
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         measured = dict(zip(cases, pool.map(measure, *zip(*cases, strict=True)), strict=True))
-    found = {
+    cosines = {
         scenario: {name: [measured[scenario, name, seed] for seed in SEEDS] for name in OBJECTIVES}
         for scenario in SCENARIOS
     }
-    write_results("bias", found)
+    write_results("bias", cosines)
 
     def least(scenario: str, name: str) -> float:
-        return min(cosine for cosine, _ in found[scenario][name])
+        return min(cosine for cosine, _ in cosines[scenario][name])
 
     names = list(SCENARIOS)
     exact = [
@@ -51,12 +51,12 @@ def test_every_preset_is_as_biased_as_the_document_says() -> None:
     for case in exact:
         assert least(*case) >= 1 - 1e-9, case
     for name, ratio in (("rloo", 1.0), ("reinforce", 1.0), ("group_mean, none, sums", 0.5)):
-        assert found["binary rewards"][name][0][1] == pytest.approx(ratio, rel=1e-6)
-    assert found["binary, 80 % of long episodes fail and are repeated"]["rloo"][0][0] < 0.95
-    assert found["graded rewards (lognormal)"]["default"][0][0] < 0.95
-    assert found["binary rewards"]["default"][0][0] > 0.98
+        assert cosines["binary rewards"][name][0][1] == pytest.approx(ratio, rel=1e-6)
+    assert cosines["binary, 80 % of long episodes fail and are repeated"]["rloo"][0][0] < 0.95
+    assert cosines["graded rewards (lognormal)"]["default"][0][0] < 0.95
+    assert cosines["binary rewards"]["default"][0][0] > 0.98
     # A critic that has learned turns PPO less than one that has not.
-    learned, untaught = (found["binary rewards"][name][0][0] for name in ("ppo", UNTAUGHT_PPO))
+    learned, untaught = (cosines["binary rewards"][name][0][0] for name in ("ppo", UNTAUGHT_PPO))
     assert untaught < learned < 1 - 1e-6
 
 

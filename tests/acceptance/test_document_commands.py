@@ -47,7 +47,7 @@ class Command:
     patches: tuple[Patch, ...] = ()
     environment: str = "main"
     before: str = ""
-    """What stands in the script above the block."""
+    """Commands of the script above the block."""
     after: str = ""
 
 
@@ -97,7 +97,7 @@ TRAINS = {
         (Patch("/path/to/AReaL", str(CHECKOUT), "the path of the clone"),),
     ),
 }
-"""As a reader would type it, to the end of a training of one step."""
+"""Run as a reader would type it, to the end of a training of one step."""
 PLAYS = ("proxy_mode:3", "proxy_mode:4", "proxy_mode:5", "proxy_mode:6")
 """Commands whose agents play an episode, or are refused, in `test_agents.py`."""
 INSTALLS = ("agentic_rl:1", "openai_agents:2", "openai_agents:17")

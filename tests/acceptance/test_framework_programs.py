@@ -37,8 +37,8 @@ DIALECTS = ("chat", "responses", "messages")
 
 
 def call(tool: str, **arguments: object) -> str:
-    said = {"name": tool, "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
+    body = {"name": tool, "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
 
 
 _RUN = call("run_command", command=COMMAND)
@@ -50,19 +50,19 @@ class FrameworkProgram:
     command: tuple[str, ...]
     """The script and its arguments before the task."""
     rows: int = 1
-    """In the export: conversations that the program does not go on with make more."""
+    """Exported rows: conversations that the program does not go on with make more."""
     rows_with_two_calls: int = 0
     """The same where each turn has reasoning, text and two calls; 0: it makes no such turns."""
     says: tuple[str, ...] = (_RUN, _RUN, "DONE")
-    """What the model says, turn by turn."""
+    """Replies of the model, turn by turn."""
     ignored: frozenset[str] = frozenset()
     """Parameters that it sends and the proxy ignores."""
     overflow: str = ""
-    """What it prints when it knows a prompt to be too long for the model."""
+    """Output of a program that knows a prompt to be too long for the model."""
     environment: str = "python"
     """Folder of the Python that has the framework."""
     knows_task_by: str = WITH_TOOLS
-    """What a prompt of the task has beside the task itself."""
+    """Text that prompts of the task have beside the task itself."""
 
     def run(self, url: str, key: str, home: Path) -> subprocess.CompletedProcess[str]:
         workplace = home / "work"
@@ -95,8 +95,8 @@ class FrameworkProgram:
         if not with_two_calls:
             return [*self.says]
         *turns, end = self.says
-        twice = [f"{one}\n{one}" if one.startswith("<tool_call>") else one for one in turns]
-        return [THOUGHT + one for one in (*twice, end)]
+        twice = [f"{turn}\n{turn}" if turn.startswith("<tool_call>") else turn for turn in turns]
+        return [THOUGHT + turn for turn in (*twice, end)]
 
 
 def _say_fields(**fields: str) -> str:
@@ -236,11 +236,11 @@ FRAMEWORKS = {
 
 
 def get_ignored_counts(stage: GymStage) -> dict[str, float]:
-    """How often each parameter has had no effect so far."""
+    """Count the ignored values of each parameter so far."""
     text = httpx.get(f"{stage.proxy.url}/metrics", timeout=60).text
-    found = re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=.*\} (.+)', text)
+    samples = re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=.*\} (.+)', text)
     counts: dict[str, float] = {}
-    for name, value in found:
+    for name, value in samples:
         counts[name] = counts.get(name, 0.0) + float(value)
     return counts
 
@@ -276,7 +276,7 @@ class Scene:
         self.turns: list[tuple[list[int], list[int]]] = []
         """Prompt and reply of each turn of the task."""
         self.delays: list[dict[str, Any]] = []
-        """How the first turns are said, unless at once."""
+        """Delays of the first turns; the others come at once."""
         self._program, self._stage, self._replies = program, stage, replies
         self._ignored_before = get_ignored_counts(stage)
         stage.server.script = self._script
@@ -286,11 +286,11 @@ class Scene:
         prompt = self.text_of(request["input_ids"])
         if self._program.knows_task_by not in prompt or TASK not in prompt:  # no turn of the task
             return Script("Seventeen.")
-        said = self._replies[min(len(self.turns), len(self._replies) - 1)]
-        reply = self._stage.tokenizer.encode(f"{said}<|im_end|>").ids
+        text = self._replies[min(len(self.turns), len(self._replies) - 1)]
+        reply = self._stage.tokenizer.encode(f"{text}<|im_end|>").ids
         delay = self.delays[len(self.turns)] if len(self.turns) < len(self.delays) else {}
         self.turns.append((request["input_ids"], reply))
-        return Script(said, **{"piece_tokens": 8, **delay})
+        return Script(text, **{"piece_tokens": 8, **delay})
 
     def text_of(self, ids: list[int]) -> str:
         return self._stage.tokenizer.decode(ids, skip_special_tokens=False)
@@ -299,28 +299,28 @@ class Scene:
         """Exit status, output, and that with all else that may tell what went wrong."""
         proxy = self._stage.proxy
         done = self._program.run(proxy.url, self._key, folder / "home")
-        told = (done.stdout[-3000:], done.stderr[-3000:], proxy.log.read_text()[-3000:])
-        return done.returncode, done.stdout + done.stderr, "\n".join(told)
+        outputs = (done.stdout[-3000:], done.stderr[-3000:], proxy.log.read_text()[-3000:])
+        return done.returncode, done.stdout + done.stderr, "\n".join(outputs)
 
     def ignored(self) -> set[str]:
         counts = get_ignored_counts(self._stage)
-        return {one for one, count in counts.items() if count > self._ignored_before.get(one, 0)}
+        return {name for name, count in counts.items() if count > self._ignored_before.get(name, 0)}
 
     def rows(self) -> list[dict[str, list[int]]]:
         proxy = self._stage.proxy
         for route in ("/rl/set_reward", "/rl/end_session"):
             assert proxy.post(route, {"reward": 1.0}, self._key).status_code == 200
-        asked = {"session_id": self._session_id, "style": "concat"}
-        exported = proxy.post("/export_trajectories", asked).json()["interactions"]
+        body = {"session_id": self._session_id, "style": "concat"}
+        exported = proxy.post("/export_trajectories", body).json()["interactions"]
         tensors = [row["tensor_dict"] for row in exported.values()]
-        return [{name: values[0] for name, values in one.items()} for one in tensors]
+        return [{name: values[0] for name, values in tensor.items()} for tensor in tensors]
 
 
 @pytest.mark.parametrize(
     ("name", "with_two_calls"),
     [
         *((name, False) for name in FRAMEWORKS),
-        *((name, True) for name, one in FRAMEWORKS.items() if one.rows_with_two_calls),
+        *((name, True) for name, program in FRAMEWORKS.items() if program.rows_with_two_calls),
     ],
 )
 def test_the_turns_of_a_program_are_recorded_token_by_token(
@@ -329,9 +329,9 @@ def test_the_turns_of_a_program_are_recorded_token_by_token(
     program = FRAMEWORKS[name]
     stage = get_stage("two calls" if with_two_calls else "plain")
     scene = Scene(program, stage, program.get_replies(with_two_calls))
-    code, output, told = scene.play(tmp_path)
-    assert (code, len(scene.turns)) == (0, len(program.says)), told
-    assert "DONE" in output, told
+    code, output, report = scene.play(tmp_path)
+    assert (code, len(scene.turns)) == (0, len(program.says)), report
+    assert "DONE" in output, report
     heard = [scene.text_of(prompt).count("seventeen") for prompt, _ in scene.turns]
     assert heard == sorted(heard)
     assert heard[-1] - heard[0] >= (4 if with_two_calls else 2), "what was run was told"
@@ -344,14 +344,14 @@ def test_the_turns_of_a_program_are_recorded_token_by_token(
         assert row["loss_mask"][len(prompt) - 1 : end] == [0] + [1] * len(reply)
 
 
-@pytest.mark.parametrize("name", [name for name, one in FRAMEWORKS.items() if one.overflow])
+@pytest.mark.parametrize("name", [name for name, program in FRAMEWORKS.items() if program.overflow])
 def test_a_program_knows_a_prompt_that_is_too_long(
     name: str, get_stage: GetStage, tmp_path: Path
 ) -> None:
     program = FRAMEWORKS[name]
     scene = Scene(program, get_stage("short context"), program.get_replies(False))
-    _, output, told = scene.play(tmp_path)
-    assert program.overflow in output, told
+    _, output, report = scene.play(tmp_path)
+    assert program.overflow in output, report
     assert scene.turns == []
 
 
@@ -371,6 +371,6 @@ def test_a_program_waits_through_silences_of_a_response(
         {"delay_s": SILENCE_S},  # the stream has not begun
         {"piece_tokens": 60, "piece_delay_s": SILENCE_S},  # a call is being said
     ]
-    code, output, told = scene.play(tmp_path)
-    assert (code, len(scene.turns)) == (0, len(program.says)), told
-    assert "DONE" in output, told
+    code, output, report = scene.play(tmp_path)
+    assert (code, len(scene.turns)) == (0, len(program.says)), report
+    assert "DONE" in output, report

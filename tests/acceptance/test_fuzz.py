@@ -100,12 +100,12 @@ class Played:
     def body(self, dialect: str, question: str) -> dict[str, Any]:
         turns = [
             {"role": role, "content": text}
-            for asked, said in self.said
-            for role, text in (("user", asked), ("assistant", said))
+            for earlier, reply in self.said
+            for role, text in (("user", earlier), ("assistant", reply))
         ]
         turns.append({"role": "user", "content": question})
         if dialect == "completions":
-            return {"prompt": "".join(one["content"] for one in turns) or " "}
+            return {"prompt": "".join(turn["content"] for turn in turns) or " "}
         if dialect == "responses":
             return {"input": turns}
         return {"messages": turns, "max_tokens": 20}
@@ -132,9 +132,9 @@ class Sessions(RuleBasedStateMachine):
         super().__init__()
         self.stage = stage
         self.counts = counts
-        """Of what happened, over all plays."""
+        """Counts of events over all plays."""
         self.said: dict[str, Any] = {}
-        """What the model says."""
+        """Current replies of the model."""
         self.played: list[Played] = []
 
     def post(self, route: str, body: Any, key: str | None = None) -> httpx.Response:
@@ -257,7 +257,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 REQUESTS_A_ROUTE = 40
-"""Of each kind: as described, sound, and wrong."""
+"""Number of requests of each kind: as described, sound, and wrong."""
 SESSION_PLAYS = 400
 STEPS_A_PLAY = 40
 ASKED = [{"role": "user", "content": "hello"}]
@@ -273,7 +273,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "/rl/offer_episode": {"session": {"task_id": "try"}, "task": {}, "wait_s": 0.01},
     "/rl/await_session": {"session_id": "none", "wait_s": 0.01},
 }
-"""What makes a request a sound one, whatever else it has."""
+"""Least body of a sound request, by route."""
 LONG_POLLS = ("/rl/offer_episode", "/rl/await_session")
 """Routes that keep a request as long as it says."""
 HANG_S = 10.0
@@ -301,16 +301,16 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def operations(stage: Stage) -> Iterator[Any]:
     document = stage.http.get(f"{stage.url}/openapi.json").json()
-    for found in schemathesis.openapi.from_dict(document).get_all_operations():
-        assert isinstance(found, Ok), found
-        operation = found.ok()
+    for result in schemathesis.openapi.from_dict(document).get_all_operations():
+        assert isinstance(result, Ok), result
+        operation = result.ok()
         if not operation.path.startswith(("/v1/", "/v1alpha/")):  # the same code answers all
             yield operation
 
 
 def test_no_request_breaks_the_proxy(stage: Stage) -> None:
     began = time.monotonic()
-    routes = {one.path: fuzz(stage, one) for one in operations(stage)}
+    routes = {operation.path: fuzz(stage, operation) for operation in operations(stage)}
     total = sum((Counter(counts) for counts in routes.values()), Counter())
     assert total["200"] > 500
     assert total.total() - total["200"] > 500
@@ -387,7 +387,7 @@ CALLERS = 6
 SWOLLEN_CALLS_A_ROUND, MAX_HOLD_S = 6, 0.3
 PROXY_POST = ("proxy", "POST")
 VOCAB = 320
-"""Of the light run's model."""
+"""Vocabulary of the light run's model."""
 MAX_RESIDENT_MB = 1500
 MAY_FAIL = {"502", "503", "504"}
 """Answers of a service that is well, about one behind it: a server that was told to be away."""
@@ -401,9 +401,9 @@ def run(tmp_path: Path) -> Iterator[LightRun]:
         rank_server() as ranks,
         light_run(
             tmp_path / "runs" / "run", tmp_path / "scratch", ranks, total_steps=steps, proxy=limits
-        ) as found,
+        ) as run,
     ):
-        yield found
+        yield run
 
 
 def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None:
@@ -419,8 +419,8 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
         counts["calls"] += statuses.total()
         counts["steps"] += 1
         counts["restarts"] += len(ENTRIES)
-        for name, found in (("by_status", statuses), ("refused_keys", refused_keys)):
-            counts[name] = dict(sorted((Counter(counts[name]) + found).items()))
+        for name, new_counts in (("by_status", statuses), ("refused_keys", refused_keys)):
+            counts[name] = dict(sorted((Counter(counts[name]) + new_counts).items()))
         counts["swollen"] += SWOLLEN_CALLS_A_ROUND
         if hold_s > counts["longest_hold_s"]:
             counts |= {"longest_hold_s": hold_s, "longest_held_by": held_by}
@@ -432,10 +432,10 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
 
 
 def assert_every_route_is_called(run: LightRun) -> None:
-    """By what the services say of their own routes."""
+    """Compare the calls with the routes that the services list."""
     calls, _ = list_sound_calls(run)
     called = {
-        service: {(one.method, one.path) for one in calls if one.service == service}
+        service: {(call.method, call.path) for call in calls if call.service == service}
         for service in ENTRIES
     }
     document = run.http.get(f"{run.url('proxy')}/openapi.json").json()
@@ -452,11 +452,11 @@ def assert_every_route_is_called(run: LightRun) -> None:
 
 
 def read_counts() -> dict[str, Any]:
-    """What was done before this run was cut off; nothing if all was done."""
+    """Read the counts of a run that was cut off; nothing if all was done."""
     nothing: dict[str, Any] = {"calls": 0, "of": CALLS, "steps": 0, "restarts": 0, "seconds": 0}
     nothing |= {"by_status": {}, "refused_keys": {}, "swollen": 0, "longest_hold_s": 0.0}
-    found: dict[str, Any] = read_results("fuzz", {}).get("mutated_calls", nothing)
-    return nothing if found["calls"] >= CALLS else found
+    counts: dict[str, Any] = read_results("fuzz", {}).get("mutated_calls", nothing)
+    return nothing if counts["calls"] >= CALLS else counts
 
 
 def call_wrongly(run: LightRun, chance: random.Random) -> tuple[Counter[str], Counter[str]]:
@@ -472,7 +472,7 @@ def call_wrongly(run: LightRun, chance: random.Random) -> tuple[Counter[str], Co
             # Every route alike, whatever number of calls there is of it.
             raws = [mutator.mutate(chance.choice(sound)) for _ in range(CALLS_A_ROUND // 10)]
             for raw, status in zip(
-                raws, pool.map(lambda one: send(senders, one), raws), strict=True
+                raws, pool.map(lambda raw: send(senders, raw), raws), strict=True
             ):
                 assert status[:1] != "5" or status in MAY_FAIL, (
                     f"{status} {shorten(raw)}\n{run.said()}"
@@ -492,7 +492,7 @@ def send_swollen_calls(
     before: dict[int, float] = {}
 
     def measure() -> dict[int, float]:
-        return {one.id: one.user_time + one.system_time for one in process.threads()}
+        return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
 
     def let_proxy_read_then_measure() -> None:
         nonlocal before
@@ -502,7 +502,9 @@ def send_swollen_calls(
 
     longest = (0.0, "")
     for _ in range(SWOLLEN_CALLS_A_ROUND):
-        sound = [one for one in list_sound_calls(run)[0] if (one.service, one.method) == PROXY_POST]
+        sound = [
+            call for call in list_sound_calls(run)[0] if (call.service, call.method) == PROXY_POST
+        ]
         raw = Mutator(chance).swell(chance.choice(sound))
         status = sender.send(raw, let_proxy_read_then_measure)
         assert status[:1] != "5" or status in MAY_FAIL, f"{status} {shorten(raw)}\n{run.said()}"
@@ -526,7 +528,7 @@ def shorten(raw: RawCall) -> str:
 
 
 def assert_well(run: LightRun) -> None:
-    """Every service lives, has forgotten the calls, and has kept little of them."""
+    """Check that services live, have forgotten the calls, and have kept little of them."""
     for service in ENTRIES:
         assert run.is_alive(service), (service, run.said())
         resident_mb = psutil.Process(run.pid(service)).memory_info().rss / 1e6
@@ -535,8 +537,8 @@ def assert_well(run: LightRun) -> None:
 
 
 def health(run: LightRun) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{run.url('proxy')}/healthz", trust_env=False).json()
-    return found
+    answer: dict[str, Any] = httpx.get(f"{run.url('proxy')}/healthz", trust_env=False).json()
+    return answer
 
 
 def work_honestly(run: LightRun) -> None:

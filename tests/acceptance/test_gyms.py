@@ -113,10 +113,10 @@ def test_gymnasium_is_played_by_its_actions(play: Any) -> None:
 def test_whatever_a_model_writes_for_a_list_of_numbers_is_an_action_or_none(play: Any) -> None:
     agent = GymnasiumAgent("Pendulum-v1", python=python_of("gymnasium"), max_turns=4)
     written = ('{"torque": 1}', "[" * 2000, "[1e999]", "[0.5]")
-    lines = [f"<action>{one}</action>" for one in written]
+    lines = [f"<action>{text}</action>" for text in written]
     rewards, prompts = play(agent, {"seed": 1}, *lines)
-    assert [one == 0.0 for one in rewards.values()] == [True, True, True, False]
-    assert all("That is no action" in one for one in prompts[1:])
+    assert [reward == 0.0 for reward in rewards.values()] == [True, True, True, False]
+    assert all("That is no action" in prompt for prompt in prompts[1:])
 
 
 def test_tools_of_a_server_by_stdio_are_called(play: Any, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_openenv_is_played_on_a_server_of_its_own(play: Any, tmp_path: Path) -> 
         max_turns=3,
     )
     rewards, prompts = play(agent, {}, "ab", "<action>abcd</action>", "x")
-    assert [round(one, 1) for one in rewards.values()] == [0.2, 0.4, 0.1]
+    assert [round(reward, 1) for reward in rewards.values()] == [0.2, 0.4, 0.1]
     assert "Echo Env environment ready!" in prompts[0]
     assert '{"echoed_message": "abcd", "message_length": 4}' in prompts[2]
 
@@ -234,7 +234,7 @@ def test_demonstrations_of_blackjack_look_like_the_gym(play: Any) -> None:
 
 
 def let_anybody_read(folder: Path) -> None:
-    """As a gym does that root's run starts, as another user."""
+    """Let other users read, as a gym does that root's run starts as another user."""
     subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
 
 

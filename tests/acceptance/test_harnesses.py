@@ -47,14 +47,14 @@ Conversation = Callable[[str], list[str]]
 
 
 def call(tool: str, **arguments: Any) -> str:
-    said = {"name": tool, "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
+    body = {"name": tool, "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
 
 
 def _by_commands(tool: str, name: str = "command", **more: Any) -> Conversation:
     """A harness that is given commands alone."""
     commands = ("cat greeting.py", RUN, _SED)
-    return lambda work: [*(call(tool, **{name: one}, **more) for one in commands), "DONE"]
+    return lambda work: [*(call(tool, **{name: command}, **more) for command in commands), "DONE"]
 
 
 CONVERSATIONS: dict[str, Conversation] = {
@@ -151,7 +151,7 @@ class EngineCall:
     prompt: list[int]
     reply: list[int]
     said: str
-    """What it was made to say."""
+    """Text of the forced reply."""
 
 
 class ForcingRelay:
@@ -181,14 +181,14 @@ class ForcingRelay:
             return web.Response(body=await answer.read(), status=answer.status, content_type=kind)
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        said = self._choose_reply(body["input_ids"])
+        text = self._choose_reply(body["input_ids"])
         sampling = body["sampling_params"]
         for name in ("regex", "json_schema", "structural_tag"):
             sampling.pop(name, None)
-        sampling["ebnf"] = f"root ::= {json.dumps(said)}"
+        sampling["ebnf"] = f"root ::= {json.dumps(text)}"
         reply: list[int] = []
         # Before the end, which the proxy does not wait for: it hangs up when it has the last token.
-        self.calls.append(EngineCall(body["input_ids"], reply, said))
+        self.calls.append(EngineCall(body["input_ids"], reply, text))
         async with self._client.post("/generate", json=body) as answer:
             passed = web.StreamResponse(status=answer.status)
             passed.content_type = answer.content_type
@@ -224,7 +224,7 @@ def judge(
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "model"
-    texts = [one.read_text() for one in sorted((CHECKOUT / "docs").glob("*.md"))]
+    texts = [page.read_text() for page in sorted((CHECKOUT / "docs").glob("*.md"))]
     make_tiny_model(path, texts, max_position_embeddings=CONTEXT_TOKENS, seed=5, vocab=4096)
     return path
 
@@ -269,15 +269,15 @@ class Scene:
         return self._encoder.decode(ids, skip_special_tokens=False)
 
     def is_played(self, prompt: str) -> bool:
-        """Whether the next turn of the conversation answers it."""
+        """Check that the next turn of the conversation answers the prompt."""
         return WITH_TOOLS in prompt and TASK in prompt
 
     def _choose_reply(self, prompt_ids: list[int]) -> str:
         prompt = self.text_of(prompt_ids)
         if not self.is_played(prompt):
             return SUMMARY if IN_THE_NOTES in prompt else "A greeting"
-        found = re.findall(r"(/[\w./-]+/harness/work)\b", prompt)
-        replies = CONVERSATIONS[self.name](found[0] if found else ".")
+        folders = re.findall(r"(/[\w./-]+/harness/work)\b", prompt)
+        replies = CONVERSATIONS[self.name](folders[0] if folders else ".")
         self.turns += 1
         return replies[min(self.turns, len(replies)) - 1]
 
@@ -319,8 +319,8 @@ class Scene:
         return asyncio.run(run())
 
     def describe(self, outcome: EpisodeOutcome) -> str:
-        said = [(len(one.prompt), one.said) for one in self.relay.calls]
-        return f"{outcome}\n{said}\n{self.stage.log[-6000:]}"
+        calls = [(len(call.prompt), call.said) for call in self.relay.calls]
+        return f"{outcome}\n{calls}\n{self.stage.log[-6000:]}"
 
     def close(self) -> None:
         self.stage.loop.run(self.relay.stop())
@@ -351,32 +351,32 @@ def test_a_harness_does_the_same_in_a_sandbox_that_reaches_the_model_alone(
 
 def check_episode(scene: Scene, how: AgentExecutionConfig) -> None:
     outcome = scene.play(how)
-    told = scene.describe(outcome)
-    assert outcome.status == "ok", told
+    report = scene.describe(outcome)
+    assert outcome.status == "ok", report
     scene.stage.finish_ticket(REF, outcome.session_id)
     scene.stage.seal()
     sealed = scene.stage.sealed_rows(REF)
     rows = [row for row in sealed if not row.record.auxiliary_reason]
-    assert outcome.reward == 1.0, (told, rows[0].record.calls[-1].reward)
+    assert outcome.reward == 1.0, (report, rows[0].record.calls[-1].reward)
     check_rows(scene, rows, [row for row in sealed if row.record.auxiliary_reason])
     wait_for(lambda: not list_processes_of(scene.folder), 30)
 
 
 def list_processes_of(folder: Path) -> list[str]:
-    found = []
-    for one in Path("/proc").glob("[0-9]*"):
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={folder}".encode() in (one / "environ").read_bytes():
-                found.append((one / "cmdline").read_text())
+            if f"{MARK}={folder}".encode() in (process / "environ").read_bytes():
+                commands.append((process / "cmdline").read_text())
         except OSError:  # it has ended
             continue
-    return found
+    return commands
 
 
 def check_rows(scene: Scene, rows: list[TrajectoryRow], beside: list[TrajectoryRow]) -> None:
     """One row of the task, each turn of it as the engine read and said it; the rest is named."""
     (row,) = rows
-    turns = [one for one in scene.relay.calls if scene.is_played(scene.text_of(one.prompt))]
+    turns = [call for call in scene.relay.calls if scene.is_played(scene.text_of(call.prompt))]
     assert [call.reuse for call in row.record.calls] == ["none"] + ["reused"] * (len(turns) - 1)
     ids = row.input_ids_T.tolist()
     for turn in turns:
@@ -384,7 +384,7 @@ def check_rows(scene: Scene, rows: list[TrajectoryRow], beside: list[TrajectoryR
         assert ids[:end] == turn.prompt + turn.reply
         assert row.loss_mask_T[len(turn.prompt) : end].tolist() == [1] * len(turn.reply)
     assert len(beside) == len(scene.relay.calls) - len(turns)
-    assert all(one.record.auxiliary_reason for one in beside)
+    assert all(row.record.auxiliary_reason for row in beside)
 
 
 class CompactingScene(Scene):
@@ -402,23 +402,23 @@ def test_a_history_that_its_harness_compacts_becomes_branches_and_nothing_is_los
     with closing(scene):
         (scene.source / "greeting.py").write_text(LONG_NOTES + TASK_FOLDER_TEXTS["greeting.py"])
         outcome = scene.play(AgentExecutionConfig())
-        told = scene.describe(outcome)
-        assert (outcome.status, scene.relay.calls[-1].said) == ("ok", "DONE"), told
+        report = scene.describe(outcome)
+        assert (outcome.status, scene.relay.calls[-1].said) == ("ok", "DONE"), report
         scene.stage.finish_ticket(REF, outcome.session_id)
         scene.stage.seal()
         rows = [row for row in scene.stage.sealed_rows(REF) if not row.record.auxiliary_reason]
         check_branches(rows, [call for call in scene.relay.calls if call.said != "A greeting"])
-        assert outcome.reward == 1.0, told
+        assert outcome.reward == 1.0, report
 
 
 def check_branches(rows: list[TrajectoryRow], calls: list[EngineCall]) -> None:
-    """Each call is the beginning of a row, with the engine's ids, and is trained once."""
+    """Check that each call begins a row, with the engine's ids, and is trained once."""
     assert SUMMARY in [call.said for call in calls]
     assert len(rows) > 1
     for call in calls:
         ids = call.prompt + call.reply
         assert ids in [row.input_ids_T[: len(ids)].tolist() for row in rows]
-    assert sum(int(row.loss_mask_T.sum()) for row in rows) == sum(len(one.reply) for one in calls)
+    assert sum(int(row.loss_mask_T.sum()) for row in rows) == sum(len(call.reply) for call in calls)
     for row in rows:
         reuse = [call.reuse for call in row.record.calls]
         assert reuse == ["none"] + ["reused"] * (len(reuse) - 1)

@@ -46,16 +46,16 @@ print("forward and backward are compiled")
 def list_pins(package: str) -> list[str]:
     """A package of the lock and what it needs beside PyTorch, with their versions."""
     packages = tomllib.loads((CHECKOUT / "uv.lock").read_text())["package"]
-    found: dict[str, str] = {}
+    pins: dict[str, str] = {}
     missing = [package]
     while missing:
         name = missing.pop()
-        if name == "torch" or name in found:
+        if name == "torch" or name in pins:
             continue
-        entry = next(one for one in packages if one["name"] == name)
-        found[name] = entry["version"]
-        missing += [one["name"] for one in entry.get("dependencies", ())]
-    return [f"{name}=={version}" for name, version in found.items()]
+        entry = next(package for package in packages if package["name"] == name)
+        pins[name] = entry["version"]
+        missing += [dependency["name"] for dependency in entry.get("dependencies", ())]
+    return [f"{name}=={version}" for name, version in pins.items()]
 
 
 def test_kernels_for_hopper_are_compiled_without_a_gpu(tmp_path: Path) -> None:

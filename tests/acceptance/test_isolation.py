@@ -36,7 +36,7 @@ RUNTIMES = [name for name in find_installed_runtimes() if name != "none"]
 JOBS = [(name, True) for name in RUNTIMES] + [("bwrap", False)]
 """Runtimes in jobs, and whether control groups limit the jobs' memory."""
 FIRST_PID = 1000
-"""Of what jobs start: a node's own numbers are as low as those of a sandbox."""
+"""Lowest process id of jobs: a node's own numbers are as low as those of a sandbox."""
 
 
 def list_overrides(isolation: str, run_dir: Path, fileroot: Path) -> Iterator[str]:
@@ -80,12 +80,12 @@ def test_no_attack_succeeds_and_each_costs_its_own_episode(isolation: str, tmp_p
 def test_no_attack_succeeds_inside_a_job(
     isolation: str, has_control_groups: bool, tmp_path: Path
 ) -> None:
-    place = () if has_control_groups else ("--loopback",)
+    options = () if has_control_groups else ("--loopback",)
     variables = [f"export {name}={value}" for name, value in SECRET_WORDS.items()]
     setup = ["export OMP_NUM_THREADS=1", *variables]
     if has_control_groups:
         setup.append(f"echo {FIRST_PID} >/proc/sys/kernel/ns_last_pid")
-    with devcluster(tmp_path / "state", "--nodes=2", *place) as cluster:
+    with devcluster(tmp_path / "state", "--nodes=2", *options) as cluster:
         tracked = cluster.slurm("scontrol", "show", "config")
         assert ("proctrack/cgroup" in tracked) == has_control_groups
         run = Submitting(cluster, tmp_path / "runs")
@@ -107,20 +107,20 @@ def test_no_attack_succeeds_inside_a_job(
 
 def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
     """Assert that no attack of a run succeeded or cost anything else, and keep what stopped it."""
-    found = [json.loads(line) for line in note.read_text().splitlines()]
-    broke = {one["attack"]: one["broke"] for one in found if one["broke"]}
+    attacks = [json.loads(line) for line in note.read_text().splitlines()]
+    broke = {attack["attack"]: attack["broke"] for attack in attacks if attack["broke"]}
     assert broke == {}
-    times_played = Counter(one["attack"] for one in found)
+    times_played = Counter(attack["attack"] for attack in attacks)
     assert times_played.keys() >= {*tool.ATTACKS}
     assert all(times_played[name] >= EPISODES for name in tool.ATTACKS)
     assert sum(name.endswith(": later") for name in times_played) > len(tool.ATTACKS) // 2
     assert events_of(paths, "episode_failed") == []
-    add_results("isolation", **{place: summarize(found)})
+    add_results("isolation", **{place: summarize(attacks)})
 
 
-def summarize(found: list[dict[str, Any]]) -> dict[str, str]:
+def summarize(attacks: list[dict[str, Any]]) -> dict[str, str]:
     means: dict[str, str] = dict.fromkeys(tool.ATTACKS, "")
-    for one in found:
-        if one["attack"] in means and one["held"]:
-            means[one["attack"]] = one["held"][-1]
+    for attack in attacks:
+        if attack["attack"] in means and attack["held"]:
+            means[attack["attack"]] = attack["held"][-1]
     return means

@@ -74,7 +74,7 @@ STOP_LIMIT_S = 20.0
 
 def evaluates(paths: RunPaths) -> bool:
     endpoints = (paths.rendezvous_dir / f"{name}.json" for name in ("control-cell-0", "ledger"))
-    return all(one.exists() for one in endpoints) and any(paths.generations_dir.glob("*"))
+    return all(endpoint.exists() for endpoint in endpoints) and any(paths.generations_dir.glob("*"))
 
 
 PHASES: Mapping[str, Callable[[RunPaths], bool]] = {
@@ -83,7 +83,7 @@ PHASES: Mapping[str, Callable[[RunPaths], bool]] = {
     "first evaluation": evaluates,
     "training": lambda paths: trained_steps(paths) >= 1,
 }
-"""How to see that a run has come to them."""
+"""Conditions that tell when a run has come to them."""
 
 
 def test_ctrl_c_in_every_phase_and_a_killed_launcher_then_the_run_completes(
@@ -177,20 +177,20 @@ def test_a_run_and_its_evaluations_outlive_trainer_and_evaluation_server(run: Sm
     run.await_true(lambda: is_judging_earlier_weights(paths))
     judged = begun(paths)[-1]
     servers = process_of(paths, "evaluation/inference").children()
-    next(one for one in servers if "areal_hpc.inference.cpu.sglang_cpu" in one.cmdline()).kill()
+    next(p for p in servers if "areal_hpc.inference.cpu.sglang_cpu" in p.cmdline()).kill()
     assert run.wait(400) == 0, run.said()
 
     lines = read_metrics(paths.metrics)
     assert [line["step"] for line in lines] == list(range(STEPS_JUDGED + 1))
-    found = rewards(paths)
-    assert STEPS_JUDGED in found, run.said()
-    for step, reward in found.items():
+    means = rewards(paths)
+    assert STEPS_JUDGED in means, run.said()
+    for step, reward in means.items():
         result = json.loads(paths.evaluation(step).read_bytes())
         assert (result["n_tasks"], result["mean_reward"]) == (TASKS_JUDGED, reward)
         assert result["failures"] == {}
-    assert set(found) <= {step_of(event) for event in begun(paths)}
+    assert set(means) <= {step_of(event) for event in begun(paths)}
     given_up = [event["given_up"] for event in begun(paths) if event["given_up"]]
-    assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
+    assert given_up == [judged["version"]] or step_of(judged) in means  # over just before the kill
     assert paths.list_attempts() == [1]
     logged = {path.name for path in paths.log_dir(1).glob("*")}
     assert logged == {"cell-0", "evaluation", "trainer"}
@@ -231,16 +231,16 @@ def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     )
     kill_all(launcher, paths.root)
     launcher.communicate()
-    done = {one.ticket_id for one in read_evaluated_tickets(paths, STEP_OF_LOADED_WEIGHTS)}
+    done = {ticket.ticket_id for ticket in read_evaluated_tickets(paths, STEP_OF_LOADED_WEIGHTS)}
     assert 4 <= len(done) < TASKS + 6
 
-    said = said_by(areal_hpc(*arguments, timeout_s=200))
-    assert "valid" in said
-    assert "pass@2" in said
+    output = said_by(areal_hpc(*arguments, timeout_s=200))
+    assert "valid" in output
+    assert "pass@2" in output
     report = read_report(paths.root)
     assert [len(report.sets[name].samples) for name in ("valid", "few")] == [TASKS, 6]
     assert {len(samples) for samples in report.sets["few"].samples} == {2}
-    rows = Counter(one.read().ticket_id for one in find_rows(paths.root, RowQuery())[0])
+    rows = Counter(row.read().ticket_id for row in find_rows(paths.root, RowQuery())[0])
     assert {ticket: rows[ticket] for ticket in done} == {
         ticket: 2 if ticket >= TASKS else 1 for ticket in done
     }
@@ -305,7 +305,7 @@ class ElasticRun(KilledRun):
 
         def are_so_many() -> bool:
             last = self.published()[-STEPS_OF_A_SIZE:]
-            return [one["replicas"] for one in last] == [count] * STEPS_OF_A_SIZE
+            return [row["replicas"] for row in last] == [count] * STEPS_OF_A_SIZE
 
         self.await_true(are_so_many, timeout_s)
 
@@ -331,20 +331,20 @@ def test_replicas_leave_and_join_and_the_trainer_stays(model: Path, tmp_path: Pa
     seen.append(change(run, "1 -> 0 -> 3", began, known))
     run.press_ctrl_c()
     await_none_left(run, 20.0)
-    died = [one["process"] for one in events_of(run.paths, "process_exited")]
+    died = [event["process"] for event in events_of(run.paths, "process_exited")]
     assert not [process for process in died if "trainer" in process], died
     write_results("elastic", seen)
-    assert max(one["longest_update_s"] for one in seen) <= MOST_MEMBERSHIP_S, seen
+    assert max(row["longest_update_s"] for row in seen) <= MOST_MEMBERSHIP_S, seen
 
 
 def change(run: ElasticRun, name: str, began: float, known: int) -> dict[str, Any]:
-    """What publications say of one change of membership."""
+    """Summarize the publications of one change of membership."""
     publications = run.published()[known:]
     return {
         "change": name,
         "seconds": round(time.time() - began, 1),
-        "longest_update_s": max(sum(one["seconds"].values()) for one in publications),
-        "failed_updates": sum(bool(one["failed"]) for one in publications),
+        "longest_update_s": max(sum(row["seconds"].values()) for row in publications),
+        "failed_updates": sum(bool(row["failed"]) for row in publications),
         "publications": len(publications),
     }
 
@@ -357,8 +357,8 @@ STEPS_BETWEEN = 2
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[FreezableDisk]:
-    with freezable_disk(tmp_path) as found:
-        yield found
+    with freezable_disk(tmp_path) as disk:
+        yield disk
 
 
 def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
@@ -398,5 +398,5 @@ def test_what_stands_still_with_its_storage_or_node_is_not_restarted(
     verdict = run.assert_complete()
     await_none_left(run, 20.0)
     write_results("freezes", {"freezes": measured, "steps": run.steps, "audit": verdict})
-    assert all(not one["servers_restarted"] for one in measured.values()), measured
-    assert all(not one["processes_restarted"] for one in measured.values()), measured
+    assert all(not row["servers_restarted"] for row in measured.values()), measured
+    assert all(not row["processes_restarted"] for row in measured.values()), measured

@@ -33,14 +33,14 @@ pytestmark = pytest.mark.timeout(3600)
 
 NODES = ("trainer", "cell", "launcher")
 NODE_BY_ROLE = {"train": "trainer", "agents": "cell"}
-"""On which node the processes of each of the recipe's Pythons are."""
+"""Node of the processes of each of the recipe's Pythons."""
 FAILURE_RATE = 1 / 250
 HANG_S = 40.0
 STEPS = 16
 STEPS_BETWEEN = 2
 MAX_LAUNCHES = 20
 MIN_FAULTS = 10
-"""Of the trainer's client and of the cell's: fewer prove little."""
+"""Minimum of faults of the trainer's client and of the cell's: fewer prove little."""
 FAILED_EPISODES = 5
 MAX_DELAY_S = 2.0
 RECORD_FAILURE = """
@@ -119,8 +119,8 @@ def _mount(folder: Path, mountpoint: Path, seed: int, *, apart: bool) -> Storage
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[dict[str, StorageNode]]:
-    with storage_nodes(tmp_path / "server", tmp_path / "runs", NODES) as found:
-        yield found
+    with storage_nodes(tmp_path / "server", tmp_path / "runs", NODES) as nodes:
+        yield nodes
 
 
 def test_a_failed_episode_is_seen_on_other_nodes_within_seconds(
@@ -184,6 +184,6 @@ def test_faults_of_the_storage_cost_time_and_nothing_else(
     }
     write_results("network_storage", figures)
     assert verdict == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
-    for found in (faults["cell"], faults["trainer"]):
-        assert found["hung"] == 1
-        assert sum(found.values()) > MIN_FAULTS, faults
+    for counts in (faults["cell"], faults["trainer"]):
+        assert counts["hung"] == 1
+        assert sum(counts.values()) > MIN_FAULTS, faults

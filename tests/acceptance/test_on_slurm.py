@@ -1,4 +1,4 @@
-"""What runs on several nodes, in containers, in held allocations and by fifty submissions of Slurm.
+"""Runs on several nodes, in containers, in held allocations and by fifty submissions of Slurm.
 
 Writes `benchmarks/results/submissions.json` and its table of `docs/operating.md`.
 """
@@ -62,16 +62,16 @@ SPANNING = (
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Devcluster]:
-    with devcluster(tmp_path / "cluster", "--nodes=4") as found:
-        yield found
-        found.cancel_all()
+    with devcluster(tmp_path / "cluster", "--nodes=4") as cluster:
+        yield cluster
+        cluster.cancel_all()
 
 
 def second_scheduler(run: Submitting) -> psutil.Process:
     """SGLang's scheduler on the cell's second node, a descendant of the follower there."""
     (follower,) = find_processes(run.paths.jobs_dir / "cell-0" / "follower-1.json")
-    (found,) = filter(is_scheduler, follower.children(recursive=True))
-    return found
+    (scheduler,) = filter(is_scheduler, follower.children(recursive=True))
+    return scheduler
 
 
 def test_a_run_goes_on_when_one_node_loses_its_part(
@@ -86,9 +86,9 @@ def test_a_run_goes_on_when_one_node_loses_its_part(
     wait_for(lambda: len(events_of(run.paths, "replica_ready")) == 2, START_S)
     (died,) = events_of(run.paths, "replica_died")
     assert died["time"] - struck_at < 30, died
-    said, _ = waiting.communicate(timeout=600)
-    assert waiting.returncode == 0, said
-    assert "step      8/8" in said
+    output, _ = waiting.communicate(timeout=600)
+    assert waiting.returncode == 0, output
+    assert "step      8/8" in output
     updates = events_of(run.paths, "weights_published")
     assert all(update["replicas"] == 1 and not update["failed"] for update in updates)
     logs = run.paths.logs_dir / "latest" / "cell-0" / "restart_00"
@@ -103,13 +103,13 @@ RUN_TIMEOUT_S = 1200.0
 FOLDERS = ("usr", "etc", "proc", "sys", "dev", "tmp", "var/tmp", "root", "home", "run", "opt")
 
 
-def make_image(place: Path) -> Path:
+def make_image(folder: Path) -> Path:
     """A folder as an image: empty but for the links of this machine's root, which mounts fill."""
     for name in FOLDERS:
-        (place / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
     for link in filter(Path.is_symlink, Path("/").iterdir()):
-        (place / link.name).symlink_to(link.readlink())
-    return place
+        (folder / link.name).symlink_to(link.readlink())
+    return folder
 
 
 def test_a_run_in_a_container_trains_and_every_process_of_it_is_inside(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_node_is_examined_by_a_step_that_leaves_nothing(
         timeout_s=TIMEOUT_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    verdicts = {one["name"]: one["verdict"] for one in json.loads(evidence.read_text())["results"]}
+    verdicts = {row["name"]: row["verdict"] for row in json.loads(evidence.read_text())["results"]}
     steps = ("isolation", "all-reduce", "tiny run")
     assert verdicts["rehearsal"] == "warn"
     assert [verdicts[name] for name in steps] == ["ok"] * len(steps), ended.stdout
@@ -176,7 +176,7 @@ def test_an_evaluation_is_one_job_and_the_same_command_has_its_results(
     cluster: Devcluster, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    texts = [one["messages"][0]["content"] for one in tasks(200, 1, 5)]
+    texts = [task["messages"][0]["content"] for task in tasks(200, 1, 5)]
     make_tiny_model(model, texts, seed=1, vocab=384, **SIZES)
     paths = RunPaths(tmp_path / "runs" / "quickstart" / "eval-model")
     command = (
@@ -184,13 +184,13 @@ def test_an_evaluation_is_one_job_and_the_same_command_has_its_results(
         *("--submit", *CUT_DOWN, *LIGHT, f"cluster.fileroot={tmp_path / 'runs'}"),
         *(f"evaluation.tasks={TASKS}", "evaluation.n_samples=2"),
     )
-    said = said_by(areal_hpc(*command, "--wait", environ=cluster.environ, timeout_s=300))
+    output = said_by(areal_hpc(*command, "--wait", environ=cluster.environ, timeout_s=300))
     job, caretaker = read_submissions(paths.submissions)
     assert (job.job, caretaker.job) == ("evaluation", "caretaker")
-    assert "avg@2" in said
+    assert "avg@2" in output
     wait_for(lambda: cluster.job_state(job.job_id) in ("COMPLETED", ""), 60, every_s=SLURM_POLL_S)
     samples = read_report(paths.root).sets["valid"].samples
-    assert [len(one) for one in samples] == [2] * TASKS
+    assert [len(group) for group in samples] == [2] * TASKS
     again = said_by(areal_hpc(*command, environ=cluster.environ))
     assert again.startswith("set ")
     assert len(read_submissions(paths.submissions)) == 2

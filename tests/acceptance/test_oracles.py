@@ -58,7 +58,7 @@ WHITENED = (
     "by the root mean square, nothing taken off. Compared after the same whitening"
 )
 Row = tuple[str, str, float, str]
-"""What is compared, what of whose it is compared with, how far apart they are, and why."""
+"""Quantity, library and function to compare with, largest gap, and its reason."""
 
 
 @pytest.fixture(scope="module")
@@ -67,34 +67,32 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Array]:
     assert python.exists(), f"{python} is missing: scripts/setup_oracles.sh makes it"
     command = [str(python), "-m", "tests.support.oracle_program", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1"}
-    asked = subprocess.run(
+    done = subprocess.run(
         command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert asked.returncode == 0, asked.stderr[-3000:]
-    with np.load(out, allow_pickle=False) as found:
-        return dict(found)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(out, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def test_losses_and_gradients_are_theirs(answers: Mapping[str, Array]) -> None:
     rows = []
-    for place, case in enumerate(LOSS_CASES):
-        expected = answers[f"loss {place}"]
-        found = np.array([compute_loss(case, make_oracle_batch(seed)) for seed in SEEDS])
+    for index, case in enumerate(LOSS_CASES):
+        expected = answers[f"loss {index}"]
+        ours = np.array([compute_loss(case, make_oracle_batch(seed)) for seed in SEEDS])
         call = dict(case.theirs)
         if case.correction:
             call["rollout_is_threshold"] = case.correction
-        rows.append((case.name, ask(case.library, call), measure(found, expected), case.difference))
+        rows.append((case.name, ask(case.library, call), measure(ours, expected), case.difference))
     report("losses", rows)
 
 
 def test_advantages_are_theirs(answers: Mapping[str, Array]) -> None:
     rows = []
-    for place, case in enumerate(ADVANTAGE_CASES):
-        expected = answers[f"advantage {place}"]
-        found = np.array([advantages_of(case, make_oracle_batch(seed)) for seed in SEEDS])
-        rows.append(
-            (case.name, ask("verl", case.theirs), measure(found, expected), case.difference)
-        )
+    for index, case in enumerate(ADVANTAGE_CASES):
+        expected = answers[f"advantage {index}"]
+        ours = np.array([advantages_of(case, make_oracle_batch(seed)) for seed in SEEDS])
+        rows.append((case.name, ask("verl", case.theirs), measure(ours, expected), case.difference))
     report("advantages", rows)
 
 
@@ -105,10 +103,10 @@ def ask(library: str, call: Mapping[str, Any]) -> str:
 def test_estimators_and_critics_are_theirs(answers: Mapping[str, Array]) -> None:
     rows: list[Row] = []
     for kind in ("k1", "k2", "k3"):
-        found = np.array([diverge(kind, make_oracle_batch(seed)) for seed in SEEDS])
+        ours = np.array([diverge(kind, make_oracle_batch(seed)) for seed in SEEDS])
         call = f"verl: `kl_penalty({kind})`"
         note = "verl holds it within 10" if kind == "k3" else "none"
-        rows.append((f"KL estimator {kind}", call, measure(found, answers[kind]), note))
+        rows.append((f"KL estimator {kind}", call, measure(ours, answers[kind]), note))
     returns, whitened, losses = [], [], []
     for seed in SEEDS:
         batch = make_oracle_batch(seed)
@@ -129,10 +127,10 @@ def test_estimators_and_critics_are_theirs(answers: Mapping[str, Array]) -> None
     report("values", rows)
 
 
-def measure(found: Array, expected: Array) -> float:
+def measure(ours: Array, expected: Array) -> float:
     """The largest difference of any batch, relative to the largest number of that batch."""
-    apart = np.abs(found - expected).reshape(len(found), -1).max(axis=1)
-    largest = np.abs(expected).reshape(len(found), -1).max(axis=1)
+    apart = np.abs(ours - expected).reshape(len(ours), -1).max(axis=1)
+    largest = np.abs(expected).reshape(len(ours), -1).max(axis=1)
     assert (largest > 0).all()
     return float((apart / largest).max())
 
@@ -153,7 +151,8 @@ def compute_loss(case: LossCase, batch: OracleBatch) -> Array:
     scales = compute_loss_aggregation_row_factors(lengths, range(len(lengths)), objective)
     logprobs = torch.tensor(batch.logprobs, requires_grad=True)
     proximal, behavior, reference = (
-        torch.tensor(one)[is_trained] for one in (batch.proximal, batch.behavior, batch.reference)
+        torch.tensor(values)[is_trained]
+        for values in (batch.proximal, batch.behavior, batch.reference)
     )
     policy_loss = compute_policy_loss(
         logprobs[is_trained],
@@ -179,22 +178,22 @@ def advantages_of(case: AdvantageCase, batch: OracleBatch) -> Array:
     credit = BatchCredit(
         batch.rewards, batch.groups, episodes, np.ones(len(episodes)), [[] for _ in episodes]
     )
-    found = compute_advantages(credit, objective)
+    ours = compute_advantages(credit, objective)
     if objective.scale_rewards == "group":
-        spreads = np.array([batch.rewards[batch.groups == one].std(ddof=1) for one in batch.groups])
-        found = found * spreads / (spreads + 1e-6)
+        spreads = np.array([batch.rewards[batch.groups == own].std(ddof=1) for own in batch.groups])
+        ours = ours * spreads / (spreads + 1e-6)
     if objective.scale_rewards == "batch":
-        found = found * _change_of_spread(found, batch, objective)
-    return found
+        ours = ours * _change_of_spread(ours, batch, objective)
+    return ours
 
 
-def _change_of_spread(found: Array, batch: OracleBatch, objective: ObjectiveConfig) -> float:
-    """From B - 1 degrees of freedom to those of B T tokens that repeat B numbers."""
+def _change_of_spread(ours: Array, batch: OracleBatch, objective: ObjectiveConfig) -> float:
+    """Convert a deviation of B - 1 degrees of freedom to that of B T tokens with B numbers."""
     means = np.full(len(batch.rewards), batch.rewards.mean())
     if objective.baseline == "group_mean":
-        means = np.array([batch.rewards[batch.groups == one].mean() for one in batch.groups])
+        means = np.array([batch.rewards[batch.groups == own].mean() for own in batch.groups])
     squares = np.square(batch.rewards - means).sum()
-    tokens, episodes = batch.mask.size, len(found)
+    tokens, episodes = batch.mask.size, len(ours)
     theirs = squares * batch.mask.shape[1] / (tokens - 1) + 1e-8
     return float(np.sqrt(squares / (episodes - 1) / theirs))
 
@@ -216,16 +215,16 @@ def estimate_values(batch: OracleBatch) -> tuple[Array, Array]:
         discount=DISCOUNT,
         gae_lambda=LAMBDA,
     )
-    places = [np.flatnonzero(row) for row in batch.mask]
+    positions = [np.flatnonzero(row) for row in batch.mask]
     replies = [
         ReplyReward(0, row, own, float(batch.rewards[row]), np.zeros(len(own)), [], 1.0, True)
-        for row, own in enumerate(places)
+        for row, own in enumerate(positions)
     ]
-    values = [batch.values[row][own] for row, own in enumerate(places)]
+    values = [batch.values[row][own] for row, own in enumerate(positions)]
     advantages, returns = np.zeros(batch.mask.shape), np.zeros(batch.mask.shape)
-    for row, one in enumerate(estimate_advantages(replies, values, objective)):
-        advantages[row, places[row]] = one.advantages_t
-        returns[row, places[row]] = one.returns_t
+    for row, estimate in enumerate(estimate_advantages(replies, values, objective)):
+        advantages[row, positions[row]] = estimate.advantages_t
+        returns[row, positions[row]] = estimate.returns_t
     return advantages, returns
 
 

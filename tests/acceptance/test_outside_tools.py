@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what Prometheus, pandas, TensorBoard and wandb have of it.
+"""Coverage of a run's time by spans; its data in Prometheus, pandas, TensorBoard and wandb.
 
 wandb comes from its own lock and is read back offline.
 """
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 
 def compute_covered_share(process: ProcessSpans) -> float:
-    """Of a process's time, the share in which it is known what it did."""
+    """Compute the share of a process's time that spans cover."""
     covered, at = 0.0, process.begin
     for span in process.spans:
         covered += max(0.0, span.end - max(at, span.begin))
@@ -58,34 +58,34 @@ def compute_covered_share(process: ProcessSpans) -> float:
 
 
 def test_spans_cover_each_processs_time(run: RunPaths) -> None:
-    found = {one.name: one for one in read_spans(run)}
-    assert found.keys() == {
+    processes = {process.name: process for process in read_spans(run)}
+    assert processes.keys() == {
         *("sft-sft-0", "sft-sft-1", "trainer-ledger-0", "trainer-trainer-0", "trainer-trainer-1"),
         *(f"cell-{cell}-{role}" for cell in (0, 1) for role in ("inference", "proxy", "driver")),
     }
-    covered = {name: compute_covered_share(one) for name, one in found.items()}
+    covered = {name: compute_covered_share(process) for name, process in processes.items()}
     assert min(covered.values()) >= MIN_COVERED, covered
-    assert sum(one.lost for one in found.values()) == 0
+    assert sum(process.lost for process in processes.values()) == 0
 
 
 def test_replicas_are_updated_while_the_trainer_publishes(run: RunPaths) -> None:
-    found = {one.name: one for one in read_spans(run)}
-    published = [one for one in found["trainer-trainer-0"].spans if one.name == "publish"]
-    updates = [one for one in found["cell-1-inference"].spans if one.name == "weight update"]
+    processes = {process.name: process for process in read_spans(run)}
+    published = [span for span in processes["trainer-trainer-0"].spans if span.name == "publish"]
+    updates = [span for span in processes["cell-1-inference"].spans if span.name == "weight update"]
     assert len(updates) >= 6
     for update in updates:
         assert any(
-            one.begin - MAX_ERROR_S <= update.begin and update.end <= one.end + MAX_ERROR_S
-            for one in published
+            span.begin - MAX_ERROR_S <= update.begin and update.end <= span.end + MAX_ERROR_S
+            for span in published
         )
 
 
 def test_episodes_are_those_of_the_shards(run: RunPaths) -> None:
-    found = {one.name: one for one in read_spans(run)}
+    processes = {process.name: process for process in read_spans(run)}
     for cell in ("cell-0", "cell-1"):
         records = list(list_records(run, cell))
         assert records
-        spans = {one[0]: one[1:] for one in list_episodes(found[f"{cell}-driver"])}
+        spans = {span[0]: span[1:] for span in list_episodes(processes[f"{cell}-driver"])}
         for key, began_at, ended_at in records:
             begin, end = spans[key]
             assert begin - MAX_ERROR_S < began_at
@@ -102,9 +102,9 @@ def list_records(run: RunPaths, cell: str) -> Iterator[tuple[tuple[int, int], fl
 
 
 def list_episodes(driver: ProcessSpans) -> Iterator[tuple[tuple[int, int], float, float]]:
-    for one in driver.spans:
-        if one.lane == EPISODES_LANE and one.facts["eval_step"] < 0:
-            yield (one.facts["ticket_id"], one.facts["episode"]), one.begin, one.end
+    for span in driver.spans:
+        if span.lane == EPISODES_LANE and span.facts["eval_step"] < 0:
+            yield (span.facts["ticket_id"], span.facts["episode"]), span.begin, span.end
 
 
 EXPECTED_BY_PROCESS = {
@@ -117,22 +117,22 @@ EXPECTED_BY_PROCESS = {
 
 
 def scrape(run: SmallRun) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for path in run.paths.prometheus_dir.glob("*.json"):
         (target,) = json.loads(path.read_text())
         with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=10) as answer:
             families = [*text_string_to_metric_families(answer.read().decode())]
-        samples = {one.name: one.value for family in families for one in family.samples}
-        found.setdefault(target["labels"]["process"].split("-")[0], {}).update(samples)
-    return found
+        samples = {sample.name: sample.value for family in families for sample in family.samples}
+        metrics.setdefault(target["labels"]["process"].split("-")[0], {}).update(samples)
+    return metrics
 
 
 def is_complete(run: SmallRun) -> bool:
     try:
-        found = scrape(run)
+        metrics = scrape(run)
     except (OSError, ValueError):  # a process that has just started, or ended
         return False
-    return all(names <= found.get(one, {}).keys() for one, names in EXPECTED_BY_PROCESS.items())
+    return all(names <= metrics.get(name, {}).keys() for name, names in EXPECTED_BY_PROCESS.items())
 
 
 def test_every_process_of_a_run_can_be_scraped(tmp_path: Path) -> None:
@@ -146,15 +146,15 @@ def test_every_process_of_a_run_can_be_scraped(tmp_path: Path) -> None:
     with interrupted_at_end(run):
         run.start()
         wait_for(lambda: is_complete(run), 600.0)
-        found = scrape(run)
-    assert found["trainer"]["areal_hpc_trainer_step"] >= 1
-    assert found["ledger"]["areal_hpc_ledger_tickets_trained"] >= 4
-    assert found["driver"]["areal_hpc_driver_episodes_ended_total"] >= 16
-    assert found["proxy"]["areal_hpc_proxy_prompts_total"] >= 0
-    assert found["inference"]["areal_hpc_replica_serving"] == 1
-    assert all(one["process_cpu_seconds_total"] > 0 for one in found.values())
+        metrics = scrape(run)
+    assert metrics["trainer"]["areal_hpc_trainer_step"] >= 1
+    assert metrics["ledger"]["areal_hpc_ledger_tickets_trained"] >= 4
+    assert metrics["driver"]["areal_hpc_driver_episodes_ended_total"] >= 16
+    assert metrics["proxy"]["areal_hpc_proxy_prompts_total"] >= 0
+    assert metrics["inference"]["areal_hpc_replica_serving"] == 1
+    assert all(values["process_cpu_seconds_total"] > 0 for values in metrics.values())
     secret = run.paths.service_key.read_text()
-    assert secret.split("\n")[1] not in json.dumps(found)
+    assert secret.split("\n")[1] not in json.dumps(metrics)
     assert not [*run.paths.prometheus_dir.glob("*.json")]
 
 
@@ -202,7 +202,7 @@ def test_pandas_reads_parquet_and_the_columns_of_a_run(
 ) -> None:
     rng, run = random.Random(1), MadeRun(tmp_path / "runs")
     for step in range(STEPS):
-        run.add_step([play(rng, step * EPISODES + place) for place in range(EPISODES)])
+        run.add_step([play(rng, step * EPISODES + index) for index in range(EPISODES)])
     run.finish()
     root, out = run.paths.root, tmp_path / "rows.parquet"
     command = ("shards", "export", root, "--format", "parquet", "--out", out)
@@ -213,9 +213,9 @@ def test_pandas_reads_parquet_and_the_columns_of_a_run(
         for row in ShardReader(file).read_rows(range(EPISODES))
     }
     words = (sys.executable, "-c", PANDAS_READER, out, root)
-    found = json.loads(said_by(run_program(*words, environ=with_pandas, timeout_s=300)))
-    assert (found["joined"], found["differ"]) == (len(rows), 0)
-    for key, ids, logprobs in zip(found["keys"], found["tokens"], found["logprobs"], strict=True):
+    table = json.loads(said_by(run_program(*words, environ=with_pandas, timeout_s=300)))
+    assert (table["joined"], table["differ"]) == (len(rows), 0)
+    for key, ids, logprobs in zip(table["keys"], table["tokens"], table["logprobs"], strict=True):
         row = rows.pop(tuple(key))
         assert ids == row.input_ids_T.tolist()
         assert logprobs == row.logprobs_T.tolist()
@@ -271,36 +271,36 @@ def read_offline_runs(paths: RunPaths, python: Path) -> Iterator[dict[str, Any]]
 
 
 def read_wandb_rows(paths: RunPaths, python: Path, project: str) -> dict[int, dict[str, Any]]:
-    """By step, what all parts hold, which must be of one run and have no value twice."""
+    """Merge all parts by step; they must be of one run and have no value twice."""
     records = list(read_offline_runs(paths, python))
-    heads = [one for one in records if "id" in one]
-    assert {one["id"] for one in heads} == {paths.tracker("wandb").run_id.read_text()}
-    assert {one["project"] for one in heads} == {project}
+    heads = [record for record in records if "id" in record]
+    assert {head["id"] for head in heads} == {paths.tracker("wandb").run_id.read_text()}
+    assert {head["project"] for head in heads} == {project}
     merged: dict[int, dict[str, Any]] = {}
-    for one in records:
-        if "row" in one:
-            held = merged.setdefault(one["row"]["step"], {})
-            assert not (held.keys() & one["row"].keys()) - {"step"}, "a metric of a step twice"
-            held |= one["row"]
+    for record in records:
+        if "row" in record:
+            held = merged.setdefault(record["row"]["step"], {})
+            assert not (held.keys() & record["row"].keys()) - {"step"}, "a metric of a step twice"
+            held |= record["row"]
     return merged
 
 
 def read_tensorboard_rows(paths: RunPaths) -> dict[int, dict[str, float]]:
-    """By step, what TensorBoard's own reader finds, with its tags; a value twice is refused."""
+    """Read rows by step with TensorBoard's own reader; refuse a value twice."""
     board = EventAccumulator(str(paths.tensorboard_run_dir), size_guidance={"scalars": 0})
     board.Reload()
-    found: dict[int, dict[str, float]] = {}
+    rows: dict[int, dict[str, float]] = {}
     for tag in board.Tags()["scalars"]:
         for event in board.Scalars(tag):
-            row = found.setdefault(event.step, {})
+            row = rows.setdefault(event.step, {})
             assert tag not in row, f"{tag} of step {event.step} twice"
             row[tag] = event.value
-    return found
+    return rows
 
 
 def kill_with_children(process: subprocess.Popen[str]) -> None:
-    for one in (*psutil.Process(process.pid).children(recursive=True), process):
-        one.kill()
+    for member in (*psutil.Process(process.pid).children(recursive=True), process):
+        member.kill()
     process.communicate(timeout=60)
 
 
@@ -319,7 +319,9 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
 
     def is_between_checkpoints() -> bool:
         """Some steps are told that no checkpoint has, and wandb has a part."""
-        saved = [one.state.step for one in list_checkpoints(run.paths.checkpoints_dir)]
+        saved = [
+            checkpoint.state.step for checkpoint in list_checkpoints(run.paths.checkpoints_dir)
+        ]
         parts = run.paths.tracker("wandb").list_parts()
         return bool(parts and saved) and max(list_steps()) >= max(saved) + 2
 
@@ -334,7 +336,7 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
         finally:
             kill_with_children(follower)
     known = list_steps()[-1]
-    kept = max(one.state.step for one in list_checkpoints(run.paths.checkpoints_dir))
+    kept = max(checkpoint.state.step for checkpoint in list_checkpoints(run.paths.checkpoints_dir))
     assert kept < known, "steps are trained again"
     steps = known + save_every
     run.override(f"trainer.total_steps={steps}")

@@ -97,7 +97,7 @@ class Watch:
         return min(wall_s, self._measure_processors() - self._used_s)
 
     def _measure_processors(self) -> float:
-        return sum(sum(one.cpu_times()[:2]) for one in self._processes if one.is_running())
+        return sum(sum(p.cpu_times()[:2]) for p in self._processes if p.is_running())
 
 
 def find_browser(folder: Path) -> list[psutil.Process]:
@@ -120,12 +120,12 @@ async def open_often(page: Page, url: str, folder: Path, name: str, shown: str) 
 
 def get_server(url: str) -> psutil.Process:
     port = int(url.split(":")[2].split("/")[0])
-    (found,) = (
-        one.pid
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr[1] == port
+    (pid,) = (
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port
     )
-    return psutil.Process(found)
+    return psutil.Process(pid)
 
 
 def measure_filters(url: str, patterns: tuple[str, ...], last_step: int) -> float:
@@ -144,7 +144,7 @@ def measure_filters(url: str, patterns: tuple[str, ...], last_step: int) -> floa
 
 
 def note(**seconds: float) -> None:
-    add_results("pages", **{f"{name}_s": round(one, 3) for name, one in seconds.items()})
+    add_results("pages", **{f"{name}_s": round(time_s, 3) for name, time_s in seconds.items()})
 
 
 def test_pages_of_a_large_run_are_there_soon(
@@ -152,7 +152,7 @@ def test_pages_of_a_large_run_are_there_soon(
 ) -> None:
     rng = random.Random(1)
     for first in range(0, ROWS, EPISODES_PER_STEP):
-        made.add_step([play(rng, first + place) for place in range(EPISODES_PER_STEP)])
+        made.add_step([play(rng, first + index) for index in range(EPISODES_PER_STEP)])
 
     async def look(page: Page) -> dict[str, float]:
         pages = {
@@ -183,13 +183,13 @@ def test_a_long_episode_is_shown_soon_with_every_token(
 ) -> None:
     rng = random.Random(1)
     make_tiny_model(made.paths.starting_model_dir, [" ".join(WORDS)], vocab=384)
-    said = MadeEpisode(
+    episode = MadeEpisode(
         calls=LONG_TURNS,
         call_tokens=LONG_TOKENS // LONG_TURNS,
         reply=[rng.randrange(10, 250) for _ in range(LONG_TOKENS)],
         text=" ".join(rng.choices(WORDS, k=LONG_TOKENS // 4)),
     )
-    made.add_step([said])
+    made.add_step([episode])
     (shard,) = made.paths.shards_dir.glob("*.h5")
 
     async def look(page: Page) -> float:
@@ -258,13 +258,13 @@ async def show(page: Page, url: str, name: str, query: str) -> None:
 
 
 async def tab_to(page: Page, text: str) -> None:
-    said = "(document.activeElement.getAttribute('aria-label') || document.activeElement.innerText)"
+    name = "(document.activeElement.getAttribute('aria-label') || document.activeElement.innerText)"
     for _ in range(MAX_TABS):
         await page.press("Tab")
-        if str(await page.ask(said)).startswith(text):
+        if str(await page.ask(name)).startswith(text):
             return
-    place = await page.ask("location.hash + document.querySelector('main').innerText")
-    raise AssertionError(f"{text!r} cannot be reached by {MAX_TABS} tabs: {place[:2000]}")
+    content = await page.ask("location.hash + document.querySelector('main').innerText")
+    raise AssertionError(f"{text!r} cannot be reached by {MAX_TABS} tabs: {content[:2000]}")
 
 
 def test_every_page_at_both_widths_in_light_and_dark(url: str, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_every_page_at_both_widths_in_light_and_dark(url: str, tmp_path: Path) -
                     wide = await page.ask("document.documentElement.scrollWidth")
                     assert wide <= size[0], f"{name} is {wide} px wide, the window {size[0]}"
         assert page.errors == []
-        hosts = {urlsplit(one).netloc for one in page.requests if not one.startswith("data:")}
+        hosts = {urlsplit(url).netloc for url in page.requests if not url.startswith("data:")}
         assert hosts == {urlsplit(url).netloc}, "nothing is asked for elsewhere"
 
     in_browser(tmp_path, look)
@@ -342,11 +342,11 @@ def test_tokens_are_found_and_colored_by_keyboard_alone(url: str, tmp_path: Path
         pieces = "[...document.querySelectorAll('.tokens span')]"
         assert await page.ask(f"{pieces}.filter((one) => one.style.background).length") > 0
         await tab_to(page, "tokens")
-        told = "document.querySelector('.told').textContent"
+        caption = "document.querySelector('.told').textContent"
         await page.press("ArrowRight")
-        assert re.fullmatch(r"0: id \d+, prompt", await page.ask(told))
+        assert re.fullmatch(r"0: id \d+, prompt", await page.ask(caption))
         await page.press("End")
-        assert re.search(r"trainer -?\d.*entropy \d", await page.ask(told))
+        assert re.search(r"trainer -?\d.*entropy \d", await page.ask(caption))
         await page.ask("document.querySelector('.tokens').scrollIntoView({block: 'center'})")
         await page.photograph(IMAGES / "view_tokens.png")
         assert page.errors == []
@@ -404,24 +404,24 @@ def test_what_the_reader_is_at_outlasts_news(environ: dict[str, str], tmp_path: 
 
         await show(page, address, "metrics", query)
         await page.ask("scrollTo(0, document.documentElement.scrollHeight)")
-        place = await page.ask("scrollY")
+        offset = await page.ask("scrollY")
         await page.ask("document.querySelector('select').focus({preventScroll: true})")
         await hear_news()
         assert await page.ask("document.activeElement.tagName") == "SELECT"
         await asyncio.sleep(0.5)
-        assert await page.ask("scrollY") == place > 1000
+        assert await page.ask("scrollY") == offset > 1000
 
         await show(page, address, "timeline", f"{query}&from=1000&to=1010")
         await tab_to(page, "steps")
         await page.press("ArrowRight")
         await page.press("ArrowRight")
-        told = "document.querySelector('.told').textContent"
-        said = await page.ask(told)
-        assert said.startswith("step 2:")
+        caption = "document.querySelector('.told').textContent"
+        text = await page.ask(caption)
+        assert text.startswith("step 2:")
         await hear_news()
-        assert await page.ask(told) == said
+        assert await page.ask(caption) == text
         await page.press("ArrowRight")
-        assert str(await page.ask(told)).startswith("step 3:")
+        assert str(await page.ask(caption)).startswith("step 3:")
         assert page.errors == []
 
     with serving_pages(run.root.parent.parent, environ) as address:
@@ -436,15 +436,17 @@ def test_pages_that_answers_name_show_something(environ: dict[str, str], tmp_pat
         explain_step_difference(RunPaths(samples / "drop"), SWITCH_STEP),
         diagnose_collapse(RunPaths(samples / "collapse")),
     )
-    pages = sorted({one.page for answer in answers for one in answer.findings if one.page})
+    pages = sorted(
+        {finding.page for answer in answers for finding in answer.findings if finding.page}
+    )
     assert len(pages) >= 8
 
     async def look(page: Page) -> None:
-        for one in pages:
+        for path in pages:
             await page.open("about:blank")
-            await page.open(f"{address}{one}")
+            await page.open(f"{address}{path}")
             await page.await_true("document.querySelector('main h1, main .problem') !== null")
-            assert not await page.ask("document.querySelector('main .problem') !== null"), one
+            assert not await page.ask("document.querySelector('main .problem') !== null"), path
             shown = "document.querySelectorAll('tr[data-link], .chart path, .message').length"
             await page.await_true(f"{shown} > 0")
         assert page.errors == []
@@ -473,11 +475,11 @@ def test_nothing_that_an_agent_wrote_runs_or_becomes_an_element(
             shown = await page.ask("document.querySelector('main').innerHTML")
             assert "onerror" in shown, "as text"
             assert await page.ask(f"document.querySelectorAll('{alive}').length") == 0
-            found = f"{attributes}.filter(one => one.startsWith('on') || one === 'src')"
-            assert await page.ask(found) == []
+            handlers = f"{attributes}.filter(one => one.startsWith('on') || one === 'src')"
+            assert await page.ask(handlers) == []
             if query:
-                told = sum("pwned" in text for text in INJECTIONS)
-                assert shown.count("pwned") >= 2 * told
+                injected = sum("pwned" in text for text in INJECTIONS)
+                assert shown.count("pwned") >= 2 * injected
         assert page.errors == []
 
     in_browser(tmp_path, look)
@@ -498,7 +500,7 @@ def test_a_report_on_a_whole_run_shows_it(environ: dict[str, str], tmp_path: Pat
             if where == "overview":
                 await page.photograph(IMAGES / "view_overview.png")
         lines = "document.querySelectorAll('main {}').length"
-        counts = [await page.ask(lines.format(one)) for one in ("path", "polygon")]
+        counts = [await page.ask(lines.format(shape)) for shape in ("path", "polygon")]
         assert counts == [1, 1], "mean and interval"
         await show(page, report, "summary", f"run={name}")
         assert "trained_once=" in await page.ask("document.querySelector('main').innerText")

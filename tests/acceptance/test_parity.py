@@ -1,4 +1,4 @@
-"""Every layout against transformers, and checkpoints of one layout resumed under another.
+"""Every layout compared with transformers, and checkpoints resumed under another layout.
 
 Writes `benchmarks/results/parity.json`, which docs/parity.md shows. Eleven launches of one to four
 ranks, six minutes.
@@ -40,11 +40,11 @@ RESUME_BOUNDS = {"loss": RESUME_BOUND, "weights": RESUME_BOUND}
 
 def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
     assert sorted(ORDER) == sorted(LAYOUTS)
-    found: dict[str, Findings] = {}
+    findings: dict[str, Findings] = {}
     with rank_server() as server:
         for layout in ORDER:
             others = [tmp_path / written for written, read in RESUMES if read == layout]
-            found[layout] = launch(
+            findings[layout] = launch(
                 server, tmp_path / layout, LAYOUTS[layout], families_of(layout), others
             )
     gap_names = ("logprob_gap", "gradient_gap", "norm_gap")
@@ -52,14 +52,14 @@ def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
         ("family", "layout"),
         AGREEMENT_BOUNDS,
         {
-            (family, layout): tuple(found[layout][family][name] for name in gap_names)
+            (family, layout): tuple(findings[layout][family][name] for name in gap_names)
             for family in families_of("1")
             for layout in LAYOUTS
             if family in families_of(layout)
         },
     )
     resumed = {
-        (family, written, read): found[read][family]["resumed_from"][written]
+        (family, written, read): findings[read][family]["resumed_from"][written]
         for written, read in RESUMES
         for family in families_of(written, read)
     }
@@ -80,7 +80,7 @@ def report(
     columns = (*header, *bounds)
     add_results(
         "parity",
-        **{name: [dict(zip(columns, (*row, *found), strict=True)) for row, found in gaps.items()]},
+        **{name: [dict(zip(columns, (*row, *own), strict=True)) for row, own in gaps.items()]},
     )
     for row, figures in gaps.items():
         for what, gap in zip(bounds, figures, strict=True):

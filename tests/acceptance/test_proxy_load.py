@@ -88,7 +88,7 @@ def open_agents(stage: Stage, count: int) -> list[Agent]:
 
 
 def unlimited() -> aiohttp.ClientSession:
-    """For calls of all agents at once, however long they take."""
+    """Open a client without limits, for calls of all agents at once."""
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(timeout=timeout, connector=connector)
 
@@ -112,9 +112,9 @@ def remembered(stage: Stage) -> SessionStore:
 
 
 def memory_mb(stage: Stage, name: str) -> float:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{stage.pid}/status").read_text(), re.M)
-    assert found
-    return int(found[1]) / 1024
+    match = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{stage.pid}/status").read_text(), re.M)
+    assert match
+    return int(match[1]) / 1024
 
 
 def export(stage: Stage, agent: Agent) -> ExportReply:
@@ -140,16 +140,16 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
             sent = {tuple(request["input_ids"]) for request in stage.sglang.requests}
             for agent in agents:
                 tree = store.sessions[agent.session_id].tree
-                assert [one.interaction_id for one in tree] == list(agent.seen)
-                for one in tree:
+                assert [call.interaction_id for call in tree] == list(agent.seen)
+                for call in tree:
                     interactions += 1
-                    ids = prompt_ids(tree, one)
+                    ids = prompt_ids(tree, call)
                     mismatches += tuple(ids) not in sent
-                    mismatches += ids != rendered_ids(tree, one, template, encoder)
-                    said = [*unpack_ids(one.output_ids)]
-                    if one.closed:
-                        said.pop()
-                    mismatches += encoder.decode(said) != agent.seen[one.interaction_id]
+                    mismatches += ids != rendered_ids(tree, call, template, encoder)
+                    reply_ids = [*unpack_ids(call.output_ids)]
+                    if call.closed:
+                        reply_ids.pop()
+                    mismatches += encoder.decode(reply_ids) != agent.seen[call.interaction_id]
             asyncio.run(end_all(agents, stage.url))
             errors += sum(agent.errors for agent in agents)
             for agent in agents:
@@ -285,10 +285,12 @@ def list_bombs() -> list[dict[str, str]]:
     """Ambiguous at once, once some text is said, by recursion, and in a way hardly taken."""
     ends = ('[^a] | ""', '[a-z] | ""', '"a" | "b" | ""')
     bombs = [chain(levels, "a0", end) for levels in (20, 40, 60) for end in ends]
-    bombs += [chain(60, f'"{said}" a0', end) for said in ("x", "hello", "{") for end in ends]
+    bombs += [chain(60, f'"{prefix}" a0', end) for prefix in ("x", "hello", "{") for end in ends]
     bombs += [f'root ::= root root | [{letters}] | ""' for letters in ("a-z", "a-z ", "a-zA-Z ")]
-    bombs += [f'root ::= [a-y ] root | "~" b\nb ::= b b | [{one}]' for one in ("a-z", "a-z ", "a")]
-    return [{"ebnf": one} for one in bombs]
+    bombs += [
+        f'root ::= [a-y ] root | "~" b\nb ::= b b | [{letters}]' for letters in ("a-z", "a-z ", "a")
+    ]
+    return [{"ebnf": grammar} for grammar in bombs]
 
 
 def ask_honestly(stage: Stage, keys: list[str]) -> list[float]:
@@ -316,7 +318,7 @@ def count_times(times_s: list[float]) -> dict[str, float]:
 
 def test_bombs_are_refused_while_the_calls_of_others_are_answered(stage: Stage) -> None:
     bombs = list_bombs()
-    assert len({json.dumps(one) for one in bombs}) == BOMBS
+    assert len({json.dumps(bomb) for bomb in bombs}) == BOMBS
     keys = [stage.open_session()[1] for _ in range(10)]
     alone = ask_honestly(stage, keys)
     refused_s: list[float] = []
@@ -332,10 +334,10 @@ def test_bombs_are_refused_while_the_calls_of_others_are_answered(stage: Stage) 
     beside: list[float] = []
     with ThreadPoolExecutor(BOMBS) as throwers:
         thrown = [throwers.submit(throw, bomb) for bomb in bombs]
-        while not all(one.done() for one in thrown):
+        while not all(call.done() for call in thrown):
             beside += ask_honestly(stage, keys)
-        for one in thrown:
-            one.result()
+        for call in thrown:
+            call.result()
     figures = {
         "bombs": len(refused_s),
         "last_refused_after_s": round(max(refused_s), 1),

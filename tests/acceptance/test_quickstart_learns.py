@@ -37,7 +37,7 @@ SMALL_BATCHES = (
     f"rollout.max_concurrent_rollouts={(FAR_BOUND + 1) * 8 * 8}",
     f"evaluation.every_steps={HALF_WAY}",
 )
-"""With all that the bound admits in flight."""
+"""Settings that put all that the bound admits in flight."""
 LATE = (
     "rollout.workflow=tests.support.agents.LateAgent",
     "rollout.workflow_kwargs.judged_after_s=10",
@@ -108,9 +108,9 @@ def train(name: str, recipe: str, seed: int, fileroot: Path, *overrides: str) ->
 def list_set_metrics(row: dict[str, Any]) -> list[str]:
     """Metrics of the evaluation sets of a row, without their intervals."""
     return [
-        one
-        for one in row
-        if one.startswith(EVALUATION_METRIC_PREFIX) and not one.endswith(INTERVAL_BOUND_SUFFIXES)
+        name
+        for name in row
+        if name.startswith(EVALUATION_METRIC_PREFIX) and not name.endswith(INTERVAL_BOUND_SUFFIXES)
     ]
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(1800)
 KILLS = 6
 STEPS = 400
 STEPS_BETWEEN = 5
-"""As many as there are between two checkpoints on Slurm: each death follows some progress."""
+"""Steps between two checkpoints, as on Slurm: each death follows some progress."""
 MOST_S = 15.0
 KILLED = 128 + 9
 RECOVERY_TIMEOUT_S = 120.0
@@ -40,13 +40,13 @@ class RankKiller:
         self._paths = paths
 
     def ranks(self) -> dict[int, psutil.Process]:
-        found = {}
+        processes = {}
         for process in find_processes(PARTIES["trainer"], self._paths.root):
             words = command_of(process)
             if PARTIES["trainer"] in words:  # it lives yet
                 config = Path(words[words.index(PARTIES["trainer"]) + 1])
-                found[int(config.stem.rpartition("-")[2])] = process
-        return found
+                processes[int(config.stem.rpartition("-")[2])] = process
+        return processes
 
     def version(self) -> WeightVersion:
         return published_weights(self._paths)[-1][1]
@@ -63,7 +63,7 @@ class RankKiller:
 
         def list_steps() -> list[float]:
             published = published_weights(self._paths, struck_at)
-            new = [(at, one.step) for at, one, _ in published if one.generation > before.generation]
+            new = [(at, its.step) for at, its, _ in published if its.generation > before.generation]
             return [at for at, step in new if step > new[0][1]]
 
         wait_for(list_steps, RECOVERY_TIMEOUT_S, lambda: logs_of(self._paths))
@@ -72,7 +72,7 @@ class RankKiller:
 
 
 def record(name: str, kills_s: Sequence[float]) -> list[float]:
-    totals = sorted(round(one, 1) for one in kills_s)
+    totals = sorted(round(kill_s, 1) for kill_s in kills_s)
     add_results("rank_kill", **{name: totals})
     return totals
 
@@ -117,9 +117,9 @@ def test_a_rank_that_is_killed_costs_little_and_nothing_is_lost(
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Devcluster]:
-    with devcluster(tmp_path / "cluster", "--nodes=4") as found:
-        yield found
-        found.cancel_all()
+    with devcluster(tmp_path / "cluster", "--nodes=4") as cluster:
+        yield cluster
+        cluster.cancel_all()
 
 
 def test_on_slurm_it_costs_no_more_over_two_nodes(cluster: Devcluster, tmp_path: Path) -> None:

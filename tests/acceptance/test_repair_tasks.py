@@ -28,7 +28,7 @@ ISOLATIONS = ("bwrap", "podman", *({"apptainer"} & {*find_installed_runtimes()})
 GROUPS, STEPS = 5, 10
 RUN_TIMEOUT_S = 1200.0
 CHECK_TIMEOUT_S = 600.0
-"""For fifty tasks, twice each."""
+"""Time limit for fifty tasks, twice each."""
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -71,10 +71,10 @@ def read_sandboxes(note: Path) -> list[dict[str, Any]]:
 def list_living(sandboxes: list[dict[str, Any]]) -> list[int]:
     """Processes of these sandboxes, as they were noted, that are still where they were."""
     living = []
-    for one in sandboxes:
-        for pid in one["pids"]:
+    for sandbox in sandboxes:
+        for pid in sandbox["pids"]:
             with contextlib.suppress(OSError):
-                if str(Path(f"/proc/{pid}/ns/mnt").readlink()) in one["namespaces"]:
+                if str(Path(f"/proc/{pid}/ns/mnt").readlink()) in sandbox["namespaces"]:
                     living.append(pid)
     return living
 
@@ -94,11 +94,11 @@ def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task
         for process in supervisors:
             process.kill()
         wait_for(lambda: not Path(f"/proc/{first}").exists(), 20.0)
-        killed = [one for one in read_sandboxes(note) if one["driver"] == first]
+        killed = [row for row in read_sandboxes(note) if row["driver"] == first]
         assert killed[-1]["namespaces"]
         wait_for(lambda: not list_living(killed), 20.0)
         assert run.wait(RUN_TIMEOUT_S) == 0, run.said()
-    assert len({one["driver"] for one in read_sandboxes(note)}) == 2
+    assert len({row["driver"] for row in read_sandboxes(note)}) == 2
     submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]
     assert submitted.count("cell-0") == 2
     assert run.audited() == f"trained_once={GROUPS * STEPS} duplicates=0 lost=0 open=0"
@@ -151,8 +151,8 @@ def test_an_image_is_built_once_and_played(task: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(root=tmp_path))
     refused = areal_hpc("check-tasks", tmp_path / "tasks")
     assert "has to be built: RUN echo" in refused.stdout + refused.stderr
-    said = said_by(areal_hpc("prefetch", tmp_path / "recipe.yaml", environ=dict(os.environ)))
-    assert f"{task.name}: built image.tar" in said
+    output = said_by(areal_hpc("prefetch", tmp_path / "recipe.yaml", environ=dict(os.environ)))
+    assert f"{task.name}: built image.tar" in output
     image = read_image(task / "environment/image.tar")
     assert image is not None
     assert (image.variables["COLOR"], image.work_dir) == ("blue", "/app")

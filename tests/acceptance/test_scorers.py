@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 END = "__import__('os')._exit(0)"
-"""What a payload that runs would end its process by, and so be told of."""
+"""Payload that ends its process if it runs, which shows."""
 FORGED = "__import__('os').write(fd, bytes([123, 34, 114, 101, 119, 97, 114, 100]))"
 WAYS = (
     *(END, f"[{END}]", f"({END},)", f"{{{END}}}", f"{{1: {END}}}", f"x*{END}"),

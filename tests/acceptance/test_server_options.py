@@ -60,7 +60,7 @@ OF_RECIPES = [line for recipe in RECIPES for line in build_command_lines(recipe)
 
 @pytest.fixture(scope="module")
 def report() -> OptionReport:
-    """Of all lines of this file at once: SGLang takes seconds to import."""
+    """Read all lines of this file at once: SGLang takes seconds to import."""
     spanning = InferenceConfig(tp=8, nodes_per_replica=2)
     lines = [
         *OF_RECIPES,
@@ -69,15 +69,15 @@ def report() -> OptionReport:
         ),
         *[["--model-path", "m", *words.split()] for words in WRONG],
     ]
-    found = read_sglang_options(SERVE_PYTHON, lines)
-    assert found is not None
-    assert len(found.readings) == len(lines)
-    return found
+    options = read_sglang_options(SERVE_PYTHON, lines)
+    assert options is not None
+    assert len(options.readings) == len(lines)
+    return options
 
 
 def test_sglang_knows_all_that_recipes_have_it_start_with(report: OptionReport) -> None:
     held = report.readings[: len(OF_RECIPES) + 2]
-    assert [(one.unknown, one.complaint) for one in held] == [([], "")] * (len(OF_RECIPES) + 2)
+    assert [(row.unknown, row.complaint) for row in held] == [([], "")] * (len(OF_RECIPES) + 2)
 
 
 def test_options_that_are_refused_exist(report: OptionReport) -> None:

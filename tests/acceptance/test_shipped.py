@@ -31,10 +31,10 @@ from tests.support.sums import is_right
 pytestmark = pytest.mark.timeout(4000)
 
 CHECK_TIMEOUT_S = 600.0
-"""For 64 tasks, twice each, in sandboxes."""
+"""Time limit for 64 tasks, twice each, in sandboxes."""
 RUN_TIMEOUT_S = 3600.0
 LEAST_GAIN = 0.3
-"""Of the held-out reward; each recipe's head says how much it was."""
+"""Least gain of the held-out reward; each recipe's head says how much it was."""
 LOGPROB_GAP = "logprob/engine_trainer_max_abs_diff"
 
 
@@ -112,10 +112,10 @@ def expect_the_mistake_to_be_named(
     """The agent's trial, a run of it and `why` name line and error, and exit as documented."""
     for line, exit_code in zip(lines, (70, 70, 1), strict=True):
         answer = run_program(*line.split(), folder=folder, environ=environ, timeout_s=200)
-        said = answer.stdout + answer.stderr
-        assert answer.returncode == exit_code, said
-        assert re.search(r"broken_agent\.py\D+17", said), said
-        assert "'list' object has no attribute 'message'" in said
+        output = answer.stdout + answer.stderr
+        assert answer.returncode == exit_code, output
+        assert re.search(r"broken_agent\.py\D+17", output), output
+        assert "'list' object has no attribute 'message'" in output
 
 
 @pytest.mark.timeout(600)
@@ -126,10 +126,10 @@ def test_a_preempted_run_goes_on_and_trains_every_ticket_once(tmp_path: Path) ->
         environ={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         timeout_s=None,
     )
-    said = said_by(done)
-    assert "preempted after step" in said
-    assert "went on to step 3" in said
-    assert said.splitlines()[-1] == "trained_once=12 duplicates=0 lost=0 open=0"
+    output = said_by(done)
+    assert "preempted after step" in output
+    assert "went on to step 3" in output
+    assert output.splitlines()[-1] == "trained_once=12 duplicates=0 lost=0 open=0"
 
 
 PROGRAMS = 8
@@ -149,9 +149,9 @@ def come_and_go(run_dir: Path, is_over: threading.Event) -> int:
     return rewarded
 
 
-def judged(said: str, task: dict[str, Any]) -> str:
-    """What a user who can add types."""
-    return "y" if is_right(said, task) else "n"
+def judged(reply: str, task: dict[str, Any]) -> str:
+    """Judge as a user who can add types."""
+    return "y" if is_right(reply, task) else "n"
 
 
 def test_an_online_run_trains_on_what_programs_do(model: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ BASE = (
 )
 RUN_TIMEOUT_S = 900.0
 LINK_RATE = "500kbit"
-"""Of the network to the slow receiver: the weights are 0.4 MB."""
+"""Rate of the network to the slow receiver: the weights are 0.4 MB."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class FaultyRun:
         started = self._submitting.start(*words)
         try:
             with fault or nullcontext():
-                said, _ = started.communicate(timeout=RUN_TIMEOUT_S)
+                output, _ = started.communicate(timeout=RUN_TIMEOUT_S)
         finally:
             started.kill()
             self.cluster.cancel_all()
-        assert started.returncode == 0, said
+        assert started.returncode == 0, output
         answer = explain_slow_run(self.paths)
         print(answer)
         add_results("slow_runs", **{name: answer.headline})
@@ -122,14 +122,14 @@ def meanwhile(act: Callable[[threading.Event], None]) -> Iterator[None]:
 def hold_servers_up(run: FaultyRun, cell: str, is_over: threading.Event) -> None:
     """Servers of a cell stand still for nine tenths of the time, as if their node were slow."""
     config = f"jobs/{cell}/inference.json"
-    while not any(one["role"] == cell for one in events_of(run.paths, "replica_ready")):
+    while not any(event["role"] == cell for event in events_of(run.paths, "replica_ready")):
         if is_over.wait(0.2):
             return
-    found = find_processes(run.paths.root, config)
+    processes = find_processes(run.paths.root, config)
     while not is_over.wait(0.03):
         with suppress(psutil.NoSuchProcess):
-            servers = {child for one in found for child in one.children(recursive=True)}
-            stop_for(0.3, [one for one in servers if is_scheduler(one)])
+            servers = {child for process in processes for child in process.children(recursive=True)}
+            stop_for(0.3, [server for server in servers if is_scheduler(server)])
 
 
 def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
@@ -143,7 +143,7 @@ def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
 
 
 def limit_network(run: FaultyRun, job: str, is_over: threading.Event) -> None:
-    """What is sent to the node of a job comes slowly."""
+    """Slow down all that is sent to the node of a job."""
     if not (node := run.await_node(job, is_over)):
         return
     network = json.loads((run.cluster.state_dir / "cluster.json").read_text())["facts"]["network"]
@@ -164,7 +164,7 @@ def slow_down(disk: FreezableDisk, paths: RunPaths, is_over: threading.Event) ->
 
 
 def texts_of(answer: Answer) -> str:
-    return "\n".join(one.text for one in answer.findings)
+    return "\n".join(finding.text for finding in answer.findings)
 
 
 def test_a_slow_cell_is_named_with_its_node(run: FaultyRun) -> None:
@@ -190,8 +190,8 @@ def test_slow_storage_is_named(places: Places) -> None:
     fault = meanwhile(lambda is_over: slow_down(places.disk, run.paths, is_over))
     answer = run.explain("slow_storage", "trainer.checkpoint_every_steps=1", fault=fault)
     # Metrics and journals wait as well: whether one part is the largest is chance.
-    told = texts_of(answer)
-    assert "storage is slow" in answer.headline or "wait for the run directory's storage" in told
+    texts = texts_of(answer)
+    assert "storage is slow" in answer.headline or "wait for the run directory's storage" in texts
 
 
 def test_a_run_without_a_fault_blames_nobody(run: FaultyRun) -> None:

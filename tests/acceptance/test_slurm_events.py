@@ -1,4 +1,4 @@
-"""What Slurm does to runs on purpose or by accident, done to runs with the real trainer and SGLang.
+"""Preemptions, losses, limits and cancellations of Slurm on runs with the real trainer and SGLang.
 
 Four runs on five nodes, of which a run needs four: the recipe as it is shipped, preempted twice,
 learns; one run has all that befalls its trainer, one all that befalls its cells, the last an
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(5400)
 
 COMMIT_EVERY_STEPS = 5
 GRACE_S = 45
-"""Of a preemption: the run's own grace, and its margin, fit into it."""
+"""Grace time of a preemption: the run's own grace, and its margin, fit into it."""
 TIME_LIMIT_MIN = 4
 STEPS_LEFT = 3
-"""That a resumed run is to take before it has finished."""
+"""Steps that a resumed run is to take before it has finished."""
 AFTER_SIGNAL_S = 2.0
-"""For which a rank that is held stays so when all have been told to stop."""
+"""Time for which a held rank stays so when all have been told to stop."""
 TASKS_LEAVE_S = 60.0
 LEARNING_TIMEOUT_S = 3600.0
 KILLED = 128 + 9
@@ -43,9 +43,11 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
-    place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, f"--nodes={NODES}", f"--grace-s={GRACE_S}", "--timeout-s=100") as found:
-        yield found
+    state = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(
+        state, f"--nodes={NODES}", f"--grace-s={GRACE_S}", "--timeout-s=100"
+    ) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -82,8 +84,8 @@ def record(part: str, figures: dict[str, Any]) -> None:
 
 def keep(run: SlurmRun, name: str, sighting: Sighting, figures: Row) -> Row:
     """Record an event: what the commands said in it, its figures, and the audit of now."""
-    said = {"status": sighting.state, "why": sighting.why}
-    row = {**said, **figures, "audit": run.audited()}
+    words = {"status": sighting.state, "why": sighting.why}
+    row = {**words, **figures, "audit": run.audited()}
     record("events", {name: row})
     return row
 
@@ -102,7 +104,7 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
     run.await_true(lambda: run.starts("trainer") > starts or is_away(run, "trainer"))
     sighting = run.sighting("trainer")
     resumed, stepped_at = run.await_generation_after(before)
-    lost = max((one.step for at, one, _ in run.published() if at < struck_at), default=0) - resumed
+    lost = max((new.step for at, new, _ in run.published() if at < struck_at), default=0) - resumed
     figures = {
         "restarts": run.restarts("trainer"),
         "steps_lost": max(0, lost),
@@ -177,7 +179,7 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     run.await_true(lambda: run.starts(cell) > starts)
     again_at = run.started_at(cell)
     whole_at = run.await_whole(since=run.await_ready(cell, again_at))
-    meanwhile = {one.step for at, one, _ in run.published(struck_at) if at < whole_at}
+    meanwhile = {new.step for at, new, _ in run.published(struck_at) if at < whole_at}
     figures = {
         "restarts": run.restarts(cell),
         "steps_meanwhile": len(meanwhile),
@@ -201,7 +203,7 @@ def kill_slurmd(run: SlurmRun, node: str) -> None:
 
 
 def set_down(run: SlurmRun, node: str) -> None:
-    """As administrators do: a node that is not drained as well comes back by itself here."""
+    """Set a node down as administrators do: if it is not drained as well, it comes back."""
     for state in ("DRAIN", "DOWN"):
         run.cluster.slurm("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
 
@@ -239,7 +241,7 @@ def cell_is_cancelled(run: SlurmRun, cell: str) -> None:
     sighting = run.sighting(cell)
     run.await_steps(COMMIT_EVERY_STEPS)
     figures = {
-        "steps_meanwhile": len({one.step for _, one, _ in run.published(struck_at)}),
+        "steps_meanwhile": len({new.step for _, new, _ in run.published(struck_at)}),
         "recovery_s": None,
     }
     keep(run, "cell cancelled", sighting, figures)
@@ -270,7 +272,7 @@ def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
     run.await_true(lambda: len(run.judged()) > judged)
     figures = {
         "restarts": run.restarts("evaluation"),
-        "steps_meanwhile": len({one.step for _, one, _ in run.published(struck_at)}),
+        "steps_meanwhile": len({new.step for _, new, _ in run.published(struck_at)}),
         "recovery_s": round(time.time() - struck_at, 1),
     }
     row = keep(run, "evaluation preempted", sighting, figures)

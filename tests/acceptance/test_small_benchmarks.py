@@ -13,27 +13,27 @@ from tests.support.environments import CHECKOUT
 
 
 def figures(folder: Path, *command: str) -> dict[str, float]:
-    """What a small benchmark prints last, which is part of what it writes."""
+    """Run a small benchmark; its last line is part of the file that it writes."""
     out = folder / "figures.json"
     sizes = ("--hidden", "128", "--layers", "1", "--out", out)
-    said = said_by(run_program(*command, *sizes, timeout_s=200))
-    printed: dict[str, float] = json.loads(said.splitlines()[-1])
+    output = said_by(run_program(*command, *sizes, timeout_s=200))
+    printed: dict[str, float] = json.loads(output.splitlines()[-1])
     assert printed.items() <= json.loads(out.read_text()).items()
     return printed
 
 
 def test_the_trainer_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     rows = ("--vocab", "256", "--rows", "3", "--length", "40", "--pairs", "2")
-    found = figures(tmp_path, f"{CHECKOUT}/.venvs/main/bin/areal-hpc", "bench", "trainer", *rows)
-    assert min(found["over_hf_unpadded"], found["over_hf_padded"]) > 0
-    assert found["mean_loss_gap"] < 1e-4 < 1 < found["places_over_tokens"]
+    results = figures(tmp_path, f"{CHECKOUT}/.venvs/main/bin/areal-hpc", "bench", "trainer", *rows)
+    assert min(results["over_hf_unpadded"], results["over_hf_padded"]) > 0
+    assert results["mean_loss_gap"] < 1e-4 < 1 < results["places_over_tokens"]
 
 
 def test_the_checkpoint_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     rounds = ("--vocab", "512", "--rounds", "1", "--step-s", "0.001", "--folder", str(tmp_path))
-    found = figures(tmp_path, sys.executable, "-m", "benchmarks.checkpoint", *rounds)
-    assert {"stall_s", "step_s", "stall_over_step", "in_process_s"} <= set(found)
-    assert found["state_bytes"] > 1e6
+    results = figures(tmp_path, sys.executable, "-m", "benchmarks.checkpoint", *rounds)
+    assert {"stall_s", "step_s", "stall_over_step", "in_process_s"} <= set(results)
+    assert results["state_bytes"] > 1e6
 
 
 @pytest.mark.timeout(500)
@@ -41,8 +41,8 @@ def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = (sys.executable, "-m", "benchmarks.telemetry", "--pairs", "1", "--steps", "2")
     said_by(run_program(*command, "--out", out, timeout_s=400))
-    found = json.loads(out.read_text())
-    assert min(found["cpu_with_over_without"], found["wall_with_over_without"]) > 0
+    results = json.loads(out.read_text())
+    assert min(results["cpu_with_over_without"], results["wall_with_over_without"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_benchmark_ends_with_its_figures(
 ) -> None:
     """Run `areal-hpc bench`; the last line it prints is one JSON object of what it writes."""
     out = tmp_path / "results.json"
-    said = said_by(areal_hpc("bench", name, *few, "--out", out))
-    figures = json.loads(said.splitlines()[-1])
+    output = said_by(areal_hpc("bench", name, *few, "--out", out))
+    figures = json.loads(output.splitlines()[-1])
     assert figures.keys() >= {*keys}
     assert all(isinstance(value, float) for value in figures.values())
     # Latencies that are added are differences of measured ones.

@@ -28,7 +28,7 @@ from tests.support.small_run import await_none_left, interrupted_at_end
 pytestmark = pytest.mark.timeout(24 * 3600)
 
 KILLS = int(os.environ.get("SOAK_KILLS", "0"))
-"""In all, earlier parts included; 0: one part more."""
+"""Number of kills, earlier parts included; 0: one part more."""
 PART_KILLS = int(os.environ.get("SOAK_PART_KILLS", "25"))
 SEED = 20261121
 STEPS_MEASURED = 3
@@ -56,7 +56,7 @@ ROLES = {
     "submitit": "supervisor",
     "areal_hpc run": "launcher",
 }
-"""By what is part of a command; the first that is counts."""
+"""Roles by parts of a command; the first that occurs counts."""
 
 
 class Soak(KilledRun):
@@ -78,14 +78,14 @@ class Soak(KilledRun):
         self.killed: list[tuple[str, float]] = []
         """Role and time of each kill."""
         self.resident_mb: dict[tuple[str, int], list[float]] = defaultdict(list)
-        """By role and process, as time went by."""
+        """Measurements by role and process, in order of time."""
 
     def members(self) -> dict[psutil.Process, str]:
-        found = {}
+        roles = {}
         for process in find_processes(self.fileroot, in_environment=True):
             if role := role_of(command_of(process)):
-                found[process] = role
-        return found
+                roles[process] = role
+        return roles
 
     def kill_one(self) -> bool:
         """A role first, so that roles of many processes are not killed more often.
@@ -97,7 +97,7 @@ class Soak(KilledRun):
         if not members:
             return False
         role = self._chance.choice(sorted(set(members.values())))
-        victim = self._chance.choice([one for one, its in members.items() if its == role])
+        victim = self._chance.choice([process for process, its in members.items() if its == role])
         at = time.time()
         with suppress(psutil.NoSuchProcess):
             victim.kill()
@@ -144,7 +144,7 @@ class Soak(KilledRun):
         assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()
 
     def seconds_lost(self) -> dict[str, list[float]]:
-        """By role, what each kill of it cost: steps that took longer than they usually do.
+        """Compute the cost of each kill, by role: time of steps over their usual time.
 
         Those of a kill that others followed before the run was well include theirs.
         """
@@ -154,12 +154,12 @@ class Soak(KilledRun):
         )
         lost = defaultdict(list)
         for role, at in self.killed:
-            took_s = [one for one in published if one > at][STEPS_MEASURED - 1] - at
+            took_s = [time_s for time_s in published if time_s > at][STEPS_MEASURED - 1] - at
             lost[role].append(round(max(0.0, took_s - STEPS_MEASURED * usual_s), 1))
         return dict(sorted(lost.items()))
 
     def growth(self) -> dict[str, float]:
-        """By role, the median memory of the second half of a process's time over the first's."""
+        """Compute by role the memory of a process's second half of time over the first's."""
         most: dict[str, float] = {}
         for (role, _), seen in self.resident_mb.items():
             if len(seen) >= ENOUGH_LOOKS:

@@ -57,13 +57,13 @@ def mixture(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_first_moments(paths: RunPaths) -> dict[str, torch.Tensor]:
     """AdamW's first moments in the only checkpoint, whole: of one step, its gradient in part."""
     (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
-    found = {}
+    moments = {}
     with open_stored_tensors(checkpoint.path) as stored:
         for name, tensor in read_checkpoint_index(checkpoint.path).tensors.items():
-            found[name] = torch.zeros(tensor.shape)
+            moments[name] = torch.zeros(tensor.shape)
             for box in split_into_matrices(Box((0,) * len(tensor.shape), tensor.shape)):
-                stored.read_block("exp_avg", name, box, found[name][box.slices])
-    return found
+                stored.read_block("exp_avg", name, box, moments[name][box.slices])
+    return moments
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ class Update:
     """Its gradient, divided by what clipping and AdamW divide all of it by."""
 
     def measure_gap(self, expected: "Update") -> float:
-        """How far the gradient is from the expected one, relative to that one's length."""
+        """Compute the distance of two gradients, relative to the expected one's length."""
         assert self.moments.keys() == expected.moments.keys()
         gaps, lengths = 0.0, 0.0
-        for name, one in self.moments.items():
+        for name, moment in self.moments.items():
             other = expected.moments[name]
-            if one.shape != other.shape:  # the vocabulary is padded for the layout
-                shared = min(len(one), len(other))
-                assert not any(rest.any() for rest in (one[shared:], other[shared:]))
-                one, other = one[:shared], other[:shared]
-            gaps += float((one.double() - other.double()).square().sum())
+            if moment.shape != other.shape:  # the vocabulary is padded for the layout
+                shared = min(len(moment), len(other))
+                assert not any(rest.any() for rest in (moment[shared:], other[shared:]))
+                moment, other = moment[:shared], other[:shared]
+            gaps += float((moment.double() - other.double()).square().sum())
             lengths += float(other.double().square().sum())
         return math.sqrt(gaps / lengths)
 
@@ -104,7 +104,7 @@ def update(
     return Update(line, read_first_moments(RunPaths(folder)))
 
 
-@pytest.mark.parametrize("objective", AGGREGATIONS, ids=lambda one: one["loss_agg"])
+@pytest.mark.parametrize("objective", AGGREGATIONS, ids=lambda setting: setting["loss_agg"])
 @pytest.mark.parametrize("model", ["dense", "mixture"])
 def test_no_split_changes_an_update(
     ranks: RankServer, request: pytest.FixtureRequest, tmp_path: Path, objective: dict[str, Any],
@@ -118,12 +118,12 @@ def test_no_split_changes_an_update(
     for name, parallel in layouts.items():
         for max_tokens in MAX_TOKENS:
             folder = tmp_path / f"{name}-{max_tokens}"
-            found = update(ranks, source, folder, objective, max_tokens, parallel)
-            assert found.line["tokens/sampled"] == expected.line["tokens/sampled"]
-            for one in ("grad_norm", "loss"):
-                gap = abs(found.line[one] / expected.line[one] - 1)
-                apart[one][f"{name}, {max_tokens}"] = gap
-            apart["gradient"][f"{name}, {max_tokens}"] = found.measure_gap(expected)
+            actual = update(ranks, source, folder, objective, max_tokens, parallel)
+            assert actual.line["tokens/sampled"] == expected.line["tokens/sampled"]
+            for key in ("grad_norm", "loss"):
+                gap = abs(actual.line[key] / expected.line[key] - 1)
+                apart[key][f"{name}, {max_tokens}"] = gap
+            apart["gradient"][f"{name}, {max_tokens}"] = actual.measure_gap(expected)
     add_results("split_invariance", **{f"{model}, {objective['loss_agg']}": apart})
-    for one, sizes in apart.items():
-        assert {name: size for name, size in sizes.items() if size > BOUNDS[one]} == {}, one
+    for key, sizes in apart.items():
+        assert {name: size for name, size in sizes.items() if size > BOUNDS[key]} == {}, key

@@ -1,4 +1,4 @@
-"""Each party of an update dies, or hangs, in each phase of it; who survives, who waits how long."""
+"""Death or hang of each party of an update in each phase: survivors, and their waits."""
 
 import itertools
 import signal
@@ -28,7 +28,7 @@ START_TIMEOUT_S = 300.0
 """Three servers may start at once."""
 UPDATE_TIMEOUT_S = 15.0
 IN_FLIGHT_S = 0.3
-"""How long a call has been under way when its party is struck."""
+"""Age of a call when its party is struck."""
 PHASES = {
     "before join": ("init_weights_update_group", 1, False),
     "join": ("init_weights_update_group", 1, True),

@@ -1,4 +1,4 @@
-"""Each attack of `tests/support/attacks/tool.py` breaks where the wall that stops it is taken away.
+"""Each attack of `tests/support/attacks/tool.py` breaks where its wall is taken away.
 
 Else an attack would prove nothing. With bubblewrap, without a run: what an attack looks for lies in
 a folder that belongs to the sandbox's user, as it does with a run of an ordinary user's. What each
@@ -41,11 +41,11 @@ RUN_WORDS = "areal_hpc.trainer"
 class Scene(agent.Hostile):
     """One sandbox, what an attack on it looks for, and what is changed before it starts."""
 
-    def __init__(self, place: Path, patch: pytest.MonkeyPatch) -> None:
-        self.place, self.patch = place, patch
-        self.run_dir, home = place / "run", place / "home"
-        super().__init__(str(place / "note.jsonl"), str(self.run_dir), str(home))
-        self.common = place / "common"
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, patch
+        self.run_dir, home = folder / "run", folder / "home"
+        super().__init__(str(folder / "note.jsonl"), str(self.run_dir), str(home))
+        self.common = folder / "common"
         self.limits = SandboxLimits(
             MEMORY_MIB << 20, agent.PROCESSES, agent.DISK_MIB << 20, agent.FILES, 1 << 16
         )
@@ -73,7 +73,7 @@ class Scene(agent.Hostile):
         self.common.mkdir(mode=0o777)
         self._collect_facts("")
         user = NOBODY_UID if may_become_nobody() else os.geteuid()
-        for path in (self.place, *self.place.rglob("*")):
+        for path in (self.folder, *self.folder.rglob("*")):
             os.chown(path, user, -1)
         build = bwrap.build_guest_options
 
@@ -85,7 +85,7 @@ class Scene(agent.Hostile):
         self.patch.setattr(agent, "DAEMON_GONE_AFTER_S", 1.0)
 
     async def attack(self, name: str) -> str:
-        """What it broke; empty if it held."""
+        """Play an attack, and return the names of what it broke; empty if it held."""
         spec = SandboxSpec(network=self.network, limits=self.limits, variables=self.variables)
         sandbox = await make_runtime("bwrap").start(spec)
         try:
@@ -98,8 +98,8 @@ class Scene(agent.Hostile):
         finally:
             await sandbox.stop()
         await asyncio.sleep(1.5)  # what it left is looked for
-        told = [json.loads(line) for line in self._note.read_text().splitlines()]
-        broke = [str(what) for one in told for what in one["broke"]]
+        reports = [json.loads(line) for line in self._note.read_text().splitlines()]
+        broke = [str(what) for row in reports for what in row["broke"]]
         if any(self.common.iterdir()):
             broke.append("what it made is left on this machine")
         return (broke or [""])[0]
@@ -112,18 +112,18 @@ class Scene(agent.Hostile):
 
     def edit_tool(self, before: str, after: str) -> None:
         """Have the attack take less of this machine."""
-        edited = self.place / "tool.py"
+        edited = self.folder / "tool.py"
         edited.write_text(replace_all(agent.TOOL.read_text(), before, after))
         self.patch.setattr(agent, "TOOL", edited)
 
     def edit_server(self, script: str, before: str, after: str) -> None:
-        folder = self.place / "server"
+        folder = self.folder / "server"
         folder.mkdir()
-        for one in guest.SERVER_SCRIPTS:
-            shutil.copy(one, folder)
+        for path in guest.SERVER_SCRIPTS:
+            shutil.copy(path, folder)
         text = (folder / script).read_text()
         (folder / script).write_text(replace_all(text, before, after))
-        scripts = tuple(folder / one.name for one in guest.SERVER_SCRIPTS)
+        scripts = tuple(folder / path.name for path in guest.SERVER_SCRIPTS)
         self.patch.setattr(guest, "SERVER_SCRIPTS", scripts)
 
 
@@ -134,14 +134,14 @@ def replace_all(text: str, before: str, after: str) -> str:
 
 def insert_options(scene: Scene, *added: str) -> None:
     def insert(options: list[str]) -> list[str]:
-        place = options.index("--remount-ro")
-        return [*options[:place], *added, *options[place:]]
+        index = options.index("--remount-ro")
+        return [*options[:index], *added, *options[index:]]
 
     scene.edit_options = insert
 
 
 def show_run(scene: Scene) -> None:
-    insert_options(scene, "--bind", str(scene.place), str(scene.place))
+    insert_options(scene, "--bind", str(scene.folder), str(scene.folder))
 
 
 def share_folder(scene: Scene) -> None:
@@ -164,7 +164,7 @@ def share_processes(scene: Scene) -> None:
 
 def share_processes_and_forget_them(scene: Scene) -> None:
     share_processes(scene)
-    scene.patch.setattr(Sandbox, "_kill_process_tree", lambda one: one._process.kill())
+    scene.patch.setattr(Sandbox, "_kill_process_tree", lambda sandbox: sandbox._process.kill())
     scene.edit_server(
         "command_server.py", "while below := list_children", "while 0 and list_children"
     )
@@ -172,8 +172,8 @@ def share_processes_and_forget_them(scene: Scene) -> None:
 
 def make_server_writable(scene: Scene) -> None:
     def edit(options: list[str]) -> list[str]:
-        place = options.index(f"{guest.GUEST_DIR}/command_server.py") - 4
-        text = "\0".join([*options[:place], "--perms", "0666", "--file", *options[place + 3 :]])
+        index = options.index(f"{guest.GUEST_DIR}/command_server.py") - 4
+        text = "\0".join([*options[:index], "--perms", "0666", "--file", *options[index + 3 :]])
         return text.replace(f"--remount-ro\0{guest.GUEST_DIR}\0", "").split("\0")
 
     scene.edit_options = edit
@@ -288,7 +288,7 @@ TWICE = ("28 earlier episode",)
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     """Not below /tmp, which a sandbox has of its own."""
     folder = Path(tempfile.mkdtemp(prefix="areal-walls-", dir="/var/tmp"))
     folder.chmod(0o755)
@@ -296,11 +296,11 @@ def place() -> Iterator[Path]:
     subprocess.run(["rm", "-rf", folder], check=True)  # shutil fails at a depth of thousands
 
 
-def play(name: str, place: Path, take_away: Callable[[Scene], None] | None) -> str:
-    """What an attack broke, with its wall or without."""
-    place.mkdir(mode=0o755)
+def play(name: str, folder: Path, take_away: Callable[[Scene], None] | None) -> str:
+    """Play an attack, with its wall or without, and return the names of what it broke."""
+    folder.mkdir(mode=0o755)
     with contextlib.ExitStack() as opened:
-        scene = Scene(place, opened.enter_context(pytest.MonkeyPatch.context()))
+        scene = Scene(folder, opened.enter_context(pytest.MonkeyPatch.context()))
         user = NOBODY_UID if may_become_nobody() else None
         words = ["/bin/sh", "-c", f"sleep 600; : {scene.run_dir} {RUN_WORDS}"]
         target = subprocess.Popen(words, user=user, start_new_session=True)
@@ -308,8 +308,8 @@ def play(name: str, place: Path, take_away: Callable[[Scene], None] | None) -> s
         opened.callback(os.killpg, target.pid, signal.SIGKILL)
         scene.target = target.pid
         if name in ASKS_PROXY:
-            (place / "stage").mkdir()
-            stage = opened.enter_context(closing(GymStage(place / "stage", ["no"])))
+            (folder / "stage").mkdir()
+            stage = opened.enter_context(closing(GymStage(folder / "stage", ["no"])))
             scene.network, scene.endpoint = "session-only", stage.proxy.url
             scene.engine, scene.admin_key = stage.server.url, stage.proxy.key_file.read_text()
             session = {"task_id": "attack", "rights": "calls"}
@@ -325,14 +325,14 @@ def play(name: str, place: Path, take_away: Callable[[Scene], None] | None) -> s
 
 
 @pytest.mark.parametrize("name", WALLS)
-def test_an_attack_breaks_without_its_wall_alone(name: str, place: Path) -> None:
+def test_an_attack_breaks_without_its_wall_alone(name: str, folder: Path) -> None:
     wall, take_away = WALLS[name]
-    assert play(name, place / "whole", None) == ""
-    broke = play(name, place / "open", take_away)
+    assert play(name, folder / "whole", None) == ""
+    broke = play(name, folder / "open", take_away)
     assert broke
-    told = broke.replace(str(place / "open"), "").partition(": b'")[0]
-    told = re.sub(r"\d{4,}$|^\d{4,}(?= lives)|[0-9a-f]{16}", "N", told)  # ports, processes
-    add_results("walls", **{name: {"wall": wall, "without": told[:100]}})
+    finding = broke.replace(str(folder / "open"), "").partition(": b'")[0]
+    finding = re.sub(r"\d{4,}$|^\d{4,}(?= lives)|[0-9a-f]{16}", "N", finding)  # ports, processes
+    add_results("walls", **{name: {"wall": wall, "without": finding[:100]}})
 
 
 def test_each_attack_has_a_wall() -> None:

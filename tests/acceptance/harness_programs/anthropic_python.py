@@ -12,15 +12,15 @@ tools: Any = [
 ]
 messages: list[Any] = [{"role": "user", "content": sys.argv[1]}]
 while True:
-    asked: Any = {"model": "tiny", "max_tokens": 500, "messages": messages, "tools": tools}
-    with client.messages.stream(**asked) as stream:
-        said = stream.get_final_message()
-    messages.append({"role": "assistant", "content": said.content})
-    uses = [block for block in said.content if block.type == "tool_use"]
+    request: Any = {"model": "tiny", "max_tokens": 500, "messages": messages, "tools": tools}
+    with client.messages.stream(**request) as stream:
+        message = stream.get_final_message()
+    messages.append({"role": "assistant", "content": message.content})
+    uses = [block for block in message.content if block.type == "tool_use"]
     if not uses:
-        print("".join(block.text for block in said.content if block.type == "text"))
+        print("".join(block.text for block in message.content if block.type == "text"))
         break
     results = [
-        {"type": "tool_result", "tool_use_id": one.id, "content": "seventeen"} for one in uses
+        {"type": "tool_result", "tool_use_id": use.id, "content": "seventeen"} for use in uses
     ]
     messages.append({"role": "user", "content": results})

@@ -40,8 +40,8 @@ dspy.configure(
 )
 predict, tools, results = dspy.Predict(Step), [dspy.Tool(run_command)], []
 while True:
-    said = predict(task=sys.argv[1], results=results, tools=tools)
-    if said.calls is None or not said.calls.tool_calls:
-        print(said.thought)
+    prediction = predict(task=sys.argv[1], results=results, tools=tools)
+    if prediction.calls is None or not prediction.calls.tool_calls:
+        print(prediction.thought)
         break
-    results += [run_command(**one.args) for one in said.calls.tool_calls]
+    results += [run_command(**call.args) for call in prediction.calls.tool_calls]

@@ -30,8 +30,8 @@ def choose_model(dialect: str) -> Model:
 
 
 async def main(dialect: str, task: str) -> None:
-    asked = [ChatMessageUser(content=task)]
-    _, output = await choose_model(dialect).generate_loop(asked, tools=[run_command()])
+    messages = [ChatMessageUser(content=task)]
+    _, output = await choose_model(dialect).generate_loop(messages, tools=[run_command()])
     print(output.completion, output.stop_reason)
 
 

@@ -28,14 +28,14 @@ model = choose_model(dialect).bind_tools([run_command])
 messages: list[Any] = [HumanMessage(task)]
 while True:
     if way == "stream":
-        said = functools.reduce(operator.add, model.stream(messages))
+        message = functools.reduce(operator.add, model.stream(messages))
     else:
-        said = model.invoke(messages)
-    messages.append(said)
-    if not said.tool_calls:
-        print(said.text)
+        message = model.invoke(messages)
+    messages.append(message)
+    if not message.tool_calls:
+        print(message.text)
         break
     messages += [
-        ToolMessage(run_command.invoke(one["args"]), tool_call_id=one["id"])
-        for one in said.tool_calls
+        ToolMessage(run_command.invoke(call["args"]), tool_call_id=call["id"])
+        for call in message.tool_calls
     ]

@@ -16,16 +16,16 @@ tool = {
 }
 messages: list[Any] = [{"role": "user", "content": task}]
 while True:
-    asked: Any = {"model": f"{provider}/tiny", "messages": messages, "tools": [tool]}
-    said: Any = litellm.completion(**asked, max_tokens=500, stream=way == "stream")
+    request: Any = {"model": f"{provider}/tiny", "messages": messages, "tools": [tool]}
+    response: Any = litellm.completion(**request, max_tokens=500, stream=way == "stream")
     if way == "stream":
-        said = litellm.stream_chunk_builder([*said], messages)
-    message = said.choices[0].message
+        response = litellm.stream_chunk_builder([*response], messages)
+    message = response.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
     if not message.tool_calls:
         print(message.content)
         break
     messages += [
-        {"role": "tool", "tool_call_id": one.id, "content": "seventeen"}
-        for one in message.tool_calls
+        {"role": "tool", "tool_call_id": call.id, "content": "seventeen"}
+        for call in message.tool_calls
     ]

@@ -13,15 +13,15 @@ run_command = {"name": "run_command", "description": "Run a command.", "paramete
 def chat(messages: list[Any]) -> str:
     tools: Any = [{"type": "function", "function": run_command}]
     while True:
-        asked: Any = {"model": "tiny", "messages": messages, "tools": tools}
-        with client.chat.completions.stream(**asked) as stream:
+        request: Any = {"model": "tiny", "messages": messages, "tools": tools}
+        with client.chat.completions.stream(**request) as stream:
             message = stream.get_final_completion().choices[0].message
         messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
         if not message.tool_calls:
             return message.content or ""
         messages += [
-            {"role": "tool", "tool_call_id": one.id, "content": "seventeen"}
-            for one in message.tool_calls
+            {"role": "tool", "tool_call_id": call.id, "content": "seventeen"}
+            for call in message.tool_calls
         ]
 
 
@@ -35,8 +35,8 @@ def respond(items: list[Any]) -> str:
         if not calls:
             return response.output_text
         items += [
-            {"type": "function_call_output", "call_id": one.call_id, "output": "seventeen"}
-            for one in calls
+            {"type": "function_call_output", "call_id": call.call_id, "output": "seventeen"}
+            for call in calls
         ]
 
 
