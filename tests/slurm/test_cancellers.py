@@ -20,7 +20,7 @@ PARTITION = "--partition=priority"
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     """A folder that every user may enter, unlike those that pytest makes."""
     with tempfile.TemporaryDirectory(prefix="areal_hpc-") as name:
         Path(name).chmod(0o755)
@@ -28,9 +28,9 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def cluster(place: Path) -> Iterator[Devcluster]:
+def cluster(folder: Path) -> Iterator[Devcluster]:
     """Nodes on which every user may run the Python of the tests."""
-    with devcluster(place / "cluster", f"--nodes={NODES}") as cluster:
+    with devcluster(folder / "cluster", f"--nodes={NODES}") as cluster:
         needed = {Path(folder).resolve() for folder in (sys.base_prefix, sys.prefix, CHECKOUT)}
         if script := build_opening_script(sorted(needed)):
             each = (f"--nodes={NODES}", "--ntasks-per-node=1")
@@ -64,11 +64,11 @@ def find_closed_folder(folder: Path) -> Path | None:
 
 @pytest.mark.timeout(300)
 def test_what_root_or_slurm_ended_comes_back_and_what_its_owner_ended_does_not(
-    cluster: Devcluster, place: Path
+    cluster: Devcluster, folder: Path
 ) -> None:
     mine = cluster.as_user(OWNER)
     trainer, unwanted, ended_by_root, ended_by_slurm = (
-        SupervisedJob(mine, place / "run", name, others=CELLS) for name in ("trainer", *CELLS)
+        SupervisedJob(mine, folder / "run", name, others=CELLS) for name in ("trainer", *CELLS)
     )
     failed = mine.slurm("sbatch", "--parsable", PARTITION, "--output=/dev/null", "--wrap=false")
     mine.await_end(failed)
