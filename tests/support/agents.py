@@ -64,7 +64,7 @@ TURNS = 2
 
 
 class Repairing:
-    """Whatever a tiny model says is run; every sandbox's processes are a line of `note`."""
+    """Agent that runs all that a tiny model writes, and notes its sandbox's processes in `note`."""
 
     def __init__(self, note: str) -> None:
         self._note = Path(note)
@@ -80,10 +80,10 @@ class Repairing:
                 headers={"authorization": f"Bearer {extra_kwargs['api_key']}"},
                 json={"model": "default", "messages": messages, "max_completion_tokens": 16},
             )
-            said = reply.raise_for_status().json()["choices"][0]["message"]["content"] or "true"
-            told = await sandbox.exec(said.replace("\0", ""), timeout_s=10)
-            messages += [{"role": "assistant", "content": said}]
-            messages += [{"role": "user", "content": f"exit code {told.exit_code}"}]
+            command = reply.raise_for_status().json()["choices"][0]["message"]["content"] or "true"
+            result = await sandbox.exec(command.replace("\0", ""), timeout_s=10)
+            messages += [{"role": "assistant", "content": command}]
+            messages += [{"role": "user", "content": f"exit code {result.exit_code}"}]
         await asyncio.sleep(0.5)
         return await judge_harbor_task(data)
 
@@ -101,11 +101,11 @@ class ChatAgent:
         await self.ask(data, extra_kwargs)
         return 1.0
 
-    async def ask(self, data: dict[str, Any], session: dict[str, Any], **asked: Any) -> str:
+    async def ask(self, data: dict[str, Any], session: dict[str, Any], **settings: Any) -> str:
         reply = await session["http_client"].post(
             f"{session['base_url']}/chat/completions",
             headers={"authorization": f"Bearer {session['api_key']}"},
-            json={"model": "default", "messages": data["messages"], **asked},
+            json={"model": "default", "messages": data["messages"], **settings},
         )
         if reply.status_code != 200:
             raise RuntimeError(reply.text)
@@ -117,10 +117,10 @@ class TwoTurnAgent(ChatAgent):
     """Two turns of one conversation, the first of them streamed; blocks its event loop between."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        said = await self.ask(data, extra_kwargs)
+        reply = await self.ask(data, extra_kwargs)
         time.sleep(0.2)
         print(*(f"line {number}" for number in range(9)), sep="\n")
-        turns = [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+        turns = [{"role": "assistant", "content": reply}, {"role": "user", "content": "Sure?"}]
         await self.ask({"messages": [*data["messages"], *turns]}, extra_kwargs)
         return 0.5
 
@@ -132,7 +132,7 @@ class GreedyAgent(ChatAgent):
 
 
 class ProcessAgent:
-    """For mode `subproc`: a program that finds its session in the environment."""
+    """Agent for mode `subproc`: a program that finds its session in the environment."""
 
     async def run(self, data: dict[str, Any]) -> float:
         import json

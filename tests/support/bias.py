@@ -1,4 +1,4 @@
-"""What an objective follows in the mean over tiny tasks.
+"""Expected gradient of an objective over tiny tasks, compared with the true one.
 
 Rows, advantages, aggregation and loss are the product's own; only what they are averaged over is
 done here: every group that can be sampled, with its probability.
@@ -53,12 +53,12 @@ from tests.support.toy_tasks import (
 
 
 def compute_expected_gradient(task: ToyTask, objective: ObjectiveConfig) -> Array:
-    """What a step follows in the mean over all groups, each a batch of its own."""
+    """Compute the mean step over all groups, each a batch of its own."""
     weight_of: dict[tuple[int, ...], float] = {}  # the order within a group does not matter
     for group in itertools.combinations_with_replacement(range(len(task.episodes)), task.begun):
-        counts = [group.count(one) for one in set(group)]
+        counts = [group.count(episode) for episode in set(group)]
         orders = math.factorial(len(group)) / math.prod(map(math.factorial, counts))
-        chance = orders * math.prod(task.sampled[one] for one in group)
+        chance = orders * math.prod(task.sampled[episode] for episode in group)
         for kept, share in task.keep(group):
             if chance * share > 0:
                 batch = tuple(sorted(kept))
@@ -73,40 +73,42 @@ def compute_mean_gradient(
     batches: Sequence[Sequence[int]],
     weights: Array,
 ) -> Array:
-    rows_of = [build_batch([[one.turns]], task.settings) for one in task.episodes]
-    kinds = list(dict.fromkeys(one.turns for one in task.episodes))
-    kind_of = [kinds.index(one.turns) for one in task.episodes]
+    rows_of = [build_batch([[episode.turns]], task.settings) for episode in task.episodes]
+    kinds = list(dict.fromkeys(episode.turns for episode in task.episodes))
+    kind_of = [kinds.index(episode.turns) for episode in task.episodes]
     known: dict[tuple[int, ...], list[TrainingRow]] = {}
     choices: list[tuple[int, int]] = []
     columns: list[tuple[float, float, int, float]] = []  # advantage, scale, row, weight
     row_number = 0
     for unordered, weight in zip(batches, weights, strict=True):
         batch = sorted(unordered, key=kind_of.__getitem__)
-        rows = [replace(row, episode=i) for i, one in enumerate(batch) for row in rows_of[one]]
-        key = tuple(kind_of[one] for one in batch)
+        rows = [replace(row, episode=i) for i, own in enumerate(batch) for row in rows_of[own]]
+        key = tuple(kind_of[episode] for episode in batch)
         built = known.get(key)
         if built is None:
             scores = _score_rows(task, batch, rows)
             built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective, scores)
             if scores is NO_SCORES:  # then what was said where decides nothing
                 known[key] = built
-        tokens = sum(int(one.loss_mask_T.sum()) for one in built)
-        for row, one in zip(rows, built, strict=True):
-            scale_T = one.channels.get(Channel.SCALE)
-            for place in np.flatnonzero(one.loss_mask_T):
+        tokens = sum(int(row.loss_mask_T.sum()) for row in built)
+        for row, built_row in zip(rows, built, strict=True):
+            scale_T = built_row.channels.get(Channel.SCALE)
+            for position in np.flatnonzero(built_row.loss_mask_T):
                 choices.append(
-                    task.episodes[batch[row.episode]].choices[one.input_ids_T[place] // 10]
+                    task.episodes[batch[row.episode]].choices[built_row.input_ids_T[position] // 10]
                 )
-                scale = 1.0 if scale_T is None else float(scale_T[place])
-                advantage = float(one.channels[Channel.ADVANTAGE][place])
+                scale = 1.0 if scale_T is None else float(scale_T[position])
+                advantage = float(built_row.channels[Channel.ADVANTAGE][position])
                 columns.append((advantage, scale, row_number, weight / tokens))
             row_number += 1
     if not columns:
         return np.zeros_like(task.policy)
-    advantages, scales, numbers, shares = (torch.tensor(one) for one in zip(*columns, strict=True))
-    places = tuple(np.array(choices).T)
-    logprobs = torch.tensor(compute_logprobs(task.policy)[places], requires_grad=True)
-    behavior = torch.tensor(compute_logprobs(task.behavior)[places])
+    advantages, scales, numbers, shares = (
+        torch.tensor(part) for part in zip(*columns, strict=True)
+    )
+    choice_indices = tuple(np.array(choices).T)
+    logprobs = torch.tensor(compute_logprobs(task.policy)[choice_indices], requires_grad=True)
+    behavior = torch.tensor(compute_logprobs(task.behavior)[choice_indices])
     loss = compute_policy_loss(
         logprobs,
         logprobs.detach(),
@@ -118,28 +120,28 @@ def compute_mean_gradient(
         reference_N=(
             None
             if task.reference is None
-            else torch.tensor(compute_logprobs(task.reference)[places])
+            else torch.tensor(compute_logprobs(task.reference)[choice_indices])
         ),
     )
     (slopes,) = torch.autograd.grad(loss.total, logprobs)
-    found = np.zeros_like(task.policy)
-    np.add.at(found, places, -slopes.numpy())
-    return np.asarray(found - task.policy * found.sum(axis=1, keepdims=True))
+    gradient = np.zeros_like(task.policy)
+    np.add.at(gradient, choice_indices, -slopes.numpy())
+    return np.asarray(gradient - task.policy * gradient.sum(axis=1, keepdims=True))
 
 
 def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRow]) -> BatchScores:
-    """What the trainer would find out of a batch's tokens before it is trained."""
+    """Compute the scores that the trainer makes of a batch before it is trained."""
 
     def score(table: Array) -> list[npt.NDArray[np.float32]]:
-        """What a table has at the choice of each trained token."""
-        found = []
+        """Read a table at the choice of each trained token."""
+        scores = []
         for row in rows:
             scores_T = np.zeros(row.num_tokens, np.float32)
-            places = np.flatnonzero(row.loss_mask_T)
+            trained = np.flatnonzero(row.loss_mask_T)
             choices = task.episodes[batch[row.episode]].choices
-            scores_T[places] = [table[choices[row.input_ids_T[place] // 10]] for place in places]
-            found.append(scores_T)
-        return found
+            scores_T[trained] = [table[choices[row.input_ids_T[i] // 10]] for i in trained]
+            scores.append(scores_T)
+        return scores
 
     if task.critic is not None:
         return BatchScores(values=score(np.broadcast_to(task.critic[:, None], task.policy.shape)))
@@ -152,9 +154,9 @@ def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRo
     return BatchScores(start, reference, teacher)
 
 
-def measure_cosine(found: Array, truth: Array) -> float:
-    lengths = np.linalg.norm(found) * np.linalg.norm(truth)
-    return float((found * truth).sum() / lengths) if lengths else 0.0
+def measure_cosine(gradient: Array, truth: Array) -> float:
+    lengths = np.linalg.norm(gradient) * np.linalg.norm(truth)
+    return float((gradient * truth).sum() / lengths) if lengths else 0.0
 
 
 SEEDS = (1, 2, 3, 4)
@@ -248,7 +250,7 @@ MORE: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss_scale_tokens": 3},
     "opd": {"teacher": {"coef": 1.0, "path": "/teacher"}},
 }
-"""What presets leave to the recipe."""
+"""Settings that presets leave to the recipe."""
 UNTAUGHT_PPO = "ppo, values of 0"
 OBJECTIVES: dict[str, ObjectiveConfig] = {
     **{
@@ -293,6 +295,6 @@ def prepare(scenario: str, name: str, seed: int) -> ToyTask:
 
 def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
     task = prepare(scenario, name, seed)
-    found = compute_expected_gradient(task, OBJECTIVES[name])
-    ratio = float(np.linalg.norm(found) / np.linalg.norm(task.truth))
-    return measure_cosine(found, task.truth), ratio
+    gradient = compute_expected_gradient(task, OBJECTIVES[name])
+    ratio = float(np.linalg.norm(gradient) / np.linalg.norm(task.truth))
+    return measure_cosine(gradient, task.truth), ratio

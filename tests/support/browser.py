@@ -78,11 +78,11 @@ class Page:
         await self.command("Page.navigate", url=address)
 
     async def ask(self, expression: str) -> Any:
-        found = await self.command(
+        answer = await self.command(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     async def await_true(
         self, expression: str, timeout_s: float = 60.0, *, poll_s: float = POLL_S
@@ -99,8 +99,8 @@ class Page:
         await self.command("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
 
     async def photograph(self, path: Path) -> None:
-        found = await self.command("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(found["data"]))
+        answer = await self.command("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(answer["data"]))
 
     async def close(self) -> None:
         self._listener.cancel()
@@ -122,7 +122,7 @@ async def open_page(folder: Path) -> AsyncIterator[Page]:
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
                 tabs = await answer.json()
-            address = next(one["webSocketDebuggerUrl"] for one in tabs if one["type"] == "page")
+            address = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
             async with session.ws_connect(address, max_msg_size=1 << 28) as socket:
                 page = Page(socket)
                 await page.start()
@@ -152,21 +152,21 @@ def in_browser(folder: Path, act: Callable[[Page], Any]) -> Any:
     return asyncio.run(run())
 
 
-def start_view_server(place: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], str]:
-    server = start_areal_hpc("view", place, environ=environ)
+def start_view_server(root: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], str]:
+    server = start_areal_hpc("view", root, environ=environ)
     assert server.stdout
     line = server.stdout.readline()
-    found = re.search(r"http://\S+", line)
-    if found is None:
+    match = re.search(r"http://\S+", line)
+    if match is None:
         server.kill()
         raise AssertionError(f"no address: {line}{server.communicate()[0]}")
-    return server, found[0]
+    return server, match[0]
 
 
 @contextmanager
-def serving_pages(place: Path, environ: Mapping[str, str]) -> Iterator[str]:
+def serving_pages(root: Path, environ: Mapping[str, str]) -> Iterator[str]:
     """The address of a server, which Ctrl-C must then end well."""
-    server, url = start_view_server(place, environ)
+    server, url = start_view_server(root, environ)
     try:
         yield url
     finally:

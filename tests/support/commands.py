@@ -60,7 +60,7 @@ def start_areal_hpc(
 
 
 def exit_code_of(*arguments: object) -> int:
-    """How `areal-hpc` ends in this process, which it must end by itself."""
+    """Run `areal-hpc` in this process, which must exit, and return its code."""
     with pytest.raises(SystemExit) as end:
         main([*map(str, arguments)])
     assert isinstance(end.value.code, int)
@@ -86,7 +86,7 @@ def write_program(path: Path, script: str) -> Path:
 def only_programs(folder: Path, *names: str) -> str:
     """A PATH that has these programs, besides those of the folder itself."""
     for name in names:
-        found = shutil.which(name)
-        assert found, name
-        (folder / name).symlink_to(found)
+        program = shutil.which(name)
+        assert program, name
+        (folder / name).symlink_to(program)
     return str(folder)

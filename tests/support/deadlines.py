@@ -18,14 +18,14 @@ PROGRAM = (
 COMMAND = (sys.executable, "-I", "-S", "-c", PROGRAM)
 STARTS = 2
 REFERENCE_S = 0.3
-"""What these starts take on a quiet machine, on which the limits in the tests were chosen."""
+"""Time of these starts on a quiet machine, on which the limits in the tests were chosen."""
 MOST = 16.0
-"""What is slower yet hangs."""
+"""Largest factor; a slower machine hangs."""
 EXTENSIONS = 3
 
 
 def measure_slowness() -> float:
-    """How many times slower than the reference the machine is at present; at least 1."""
+    """Measure the machine's present time as a multiple of the reference; at least 1."""
     began = monotonic()
     for _ in range(STARTS):
         subprocess.run(COMMAND, check=True, env={}, stdin=subprocess.DEVNULL)
@@ -45,12 +45,12 @@ class _Known:
 
 
 def get_slowness() -> float:
-    """How many times slower than the reference this machine is known to be."""
+    """Return the machine's known time as a multiple of the reference."""
     return _Known.slowness or _Known.look_again()
 
 
 def scaled(seconds: float) -> float:
-    """What so many seconds of the reference are here."""
+    """Scale seconds of the reference to this machine."""
     return seconds * get_slowness()
 
 
@@ -68,7 +68,7 @@ class Deadline:
         return self._began + self.limit_s - monotonic()
 
     def is_over(self) -> bool:
-        """Whether the time is up, also for a machine that is as slow as this one is now."""
+        """Check that the time is up, also for a machine that is as slow as this one is now."""
         if self.left_s > 0:
             return False
         if self._extensions:

@@ -33,7 +33,7 @@ SLURM_POLL_S = 0.2
 class Devcluster:
     state_dir: Path
     user: str = ""
-    """Who calls Slurm's commands; empty: who runs the tests. See `as_user`."""
+    """User of Slurm's commands; empty: the user of the tests. See `as_user`."""
 
     def as_user(self, name: str) -> "Devcluster":
         return replace(self, user=name)
@@ -60,7 +60,7 @@ class Devcluster:
         network = made_of["facts"]["network"]
         bridge = f"areal-dc{network}"
         links = [NETWORK_LINKS / bridge, *NETWORK_LINKS.glob(f"adc{network}-*")]
-        return [one for one in (*links, *CONTROL_GROUPS.glob(f"*/{bridge}")) if one.exists()]
+        return [path for path in (*links, *CONTROL_GROUPS.glob(f"*/{bridge}")) if path.exists()]
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return areal_hpc("devcluster", *arguments, "--state-dir", self.state_dir)
@@ -127,13 +127,13 @@ class Devcluster:
         # Else another cluster could have its network before the look at what is left.
         with lock_host():
             self.done("down")
-            assert [one for one in its_own if one.exists()] == []
+            assert [path for path in its_own if path.exists()] == []
         wait_for(lambda: self.traces() == [], 60)  # an srun of ours ends with its job, not with it
 
     def traces(self) -> list[str]:
-        found = [str(self.state_dir)] if self.state_dir.exists() else []
+        traces = [str(self.state_dir)] if self.state_dir.exists() else []
         left = find_processes(self.state_dir, in_environment=True)
-        return [*found, *(f"{one.pid}: {command_of(one)}" for one in left)]
+        return [*traces, *(f"{process.pid}: {command_of(process)}" for process in left)]
 
 
 @contextmanager
@@ -188,11 +188,11 @@ class Submitting:
 
 
 HELD = ("cluster.slurm.sbatch.hold=true", "cluster.slurm.sbatch.mem=100M")
-"""Of jobs that are to be submitted, not to run."""
+"""Settings of jobs that are submitted and not to run."""
 
 
 def light_overrides(folder: Path) -> tuple[str, ...]:
-    """Of a run that nobody waits for: its tasks are files, its agent imports next to nothing."""
+    """Settings of a run that nobody waits for: tasks in files, an agent with few imports."""
     tasks = folder / "tasks.jsonl"
     messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
     tasks.write_text(f"{json.dumps({'messages': messages})}\n" * 64)
@@ -227,4 +227,4 @@ def numbers(cluster: Devcluster) -> list[str]:
 
 
 def recorded(run: Submitting) -> dict[str, str]:
-    return {job: one.job_id for job, one in get_latest_submissions(run.submissions).items()}
+    return {job: row.job_id for job, row in get_latest_submissions(run.submissions).items()}

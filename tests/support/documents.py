@@ -11,7 +11,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "documents"
 _FENCE = re.compile(r"^([ \t]*)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _PROSE = re.compile(r"[A-Z]|\s*\d+\.\s|\s*•")
-"""How a paragraph of an unfenced page begins that is no code."""
+"""Beginning of a paragraph of an unfenced page that is no code."""
 _COMMAND = re.compile(r"^(pip|python3?|export|workflow=)", re.MULTILINE)
 _SETTING = re.compile(r"^(# .*\n)*\w+:( |$)", re.MULTILINE)
 
@@ -37,19 +37,19 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    found = []
+    all_blocks = []
     for path in sorted(FOLDER.glob("*.txt")):
         text = path.read_text()
         pieces = fenced(text) if "```" in text else unfenced(text)
-        found += [
+        all_blocks += [
             Block(path.stem, number, language_of(piece), piece)
             for number, piece in enumerate(pieces, 1)
         ]
-    return found
+    return all_blocks
 
 
 def fenced(text: str) -> list[str]:
-    """What stands between fences, without their indentation."""
+    """List the text between fences, without its indentation."""
     return [
         "".join(line.removeprefix(match[1]) for line in match[3].splitlines(keepends=True))
         for match in _FENCE.finditer(text)
@@ -58,14 +58,14 @@ def fenced(text: str) -> list[str]:
 
 def unfenced(text: str) -> list[str]:
     """Runs of paragraphs that do not begin as prose does."""
-    found: list[list[str]] = [[]]
+    runs: list[list[str]] = [[]]
     for paragraph in re.split(r"\n[ \t]*\n", text):
         is_heading = paragraph.rstrip().endswith("#") and "\n" not in paragraph.strip()
         if _PROSE.match(paragraph) or is_heading:
-            found.append([])
+            runs.append([])
         elif paragraph.strip():
-            found[-1].append(paragraph)
-    return ["\n\n".join(run) + "\n" for run in found if run]
+            runs[-1].append(paragraph)
+    return ["\n\n".join(run) + "\n" for run in runs if run]
 
 
 def language_of(text: str) -> str:
@@ -363,4 +363,4 @@ SCENES = AGENTS | {
     for environment, scenes in (("main", FRAMEWORKS), ("camel", CAMEL))
     for key, scene in scenes.items()
 }
-"""By the key of the block."""
+"""Scenes by the key of the block."""

@@ -25,9 +25,9 @@ def python_of(environment: str) -> Path:
 def find_uv() -> str:
     """The uv that scripts/setup.sh uses: that on the PATH, else the one that it fetched."""
     fetched = CHECKOUT / ".venvs" / "uv" / "bin"
-    found = shutil.which("uv", path=f"{os.environ['PATH']}:{fetched}")
-    assert found
-    return found
+    program = shutil.which("uv", path=f"{os.environ['PATH']}:{fetched}")
+    assert program
+    return program
 
 
 def export_lock(*options: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ SHARED_FOLDERS = ("tests/integration/agents/", "tests/integration/proxy/")
 
 
 def get_group(test: str) -> str:
-    """What one worker runs together: the file of a test, or the folder of a shared server."""
+    """Name the group that one worker runs: a test's file, or the folder of a shared server."""
     file = test.partition("::")[0]
     return next((folder for folder in SHARED_FOLDERS if file.startswith(folder)), file)
 

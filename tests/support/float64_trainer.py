@@ -32,7 +32,7 @@ def score_row(model: Any, row: TrajectoryRow) -> tuple[torch.Tensor, torch.Tenso
 
 
 def measure_gradient_norm(model: Any) -> float:
-    squares = [(one.grad**2).sum() for one in model.parameters() if one.grad is not None]
+    squares = [(p.grad**2).sum() for p in model.parameters() if p.grad is not None]
     return torch.stack(squares).sum().sqrt().item()
 
 
@@ -52,7 +52,7 @@ class Float64Trainer:
         self._objective, self._adam = objective, adam
         self._steps, self._minibatches = steps, minibatches
         self._parameters = [*self._model.parameters()]
-        self._moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self._parameters]
+        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._parameters]
         self._batches = self._updates = 0
 
     def train_batch(self, rows: Sequence[TrajectoryRow]) -> tuple[float, float]:
@@ -77,8 +77,8 @@ class Float64Trainer:
                 scored.detach().numpy(), proximal[own], behavior[own], advantages[own],
                 row_of[own], row_of[own],
             )  # fmt: skip
-            found, slopes = loss_and_gradient(part, self._objective, weights[own])
-            loss += found
+            part_loss, slopes = loss_and_gradient(part, self._objective, weights[own])
+            loss += part_loss
             scored.backward(torch.from_numpy(slopes * self._minibatches))
             norms.append(self._update())
         self._batches += 1
@@ -87,22 +87,22 @@ class Float64Trainer:
     def _update(self) -> float:
         """One step of AdamW with its gradient clipped; the norm before that."""
         adam = self._adam
-        gradients = [one.grad for one in self._parameters]
-        norm = math.sqrt(sum(float((one**2).sum()) for one in gradients))
+        gradients = [parameter.grad for parameter in self._parameters]
+        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
         share = min(1.0, adam.clip_grad / (norm + 1e-6)) if adam.clip_grad else 1.0
         self._updates += 1
         rate, (low, high) = self._compute_rate(), adam.betas
         with torch.no_grad():
-            for one, gradient, (first, second) in zip(
+            for parameter, gradient, (first, second) in zip(
                 self._parameters, gradients, self._moments, strict=True
             ):
-                if one.ndim > 1:  # neither norms nor biases
-                    one.mul_(1 - rate * adam.weight_decay)
+                if parameter.ndim > 1:  # neither norms nor biases
+                    parameter.mul_(1 - rate * adam.weight_decay)
                 first.lerp_(gradient * share, 1 - low)
                 second.lerp_((gradient * share) ** 2, 1 - high)
                 spread = (second / (1 - high**self._updates)).sqrt() + adam.eps
-                one.sub_(rate * first / (1 - low**self._updates) / spread)
-                one.grad = None
+                parameter.sub_(rate * first / (1 - low**self._updates) / spread)
+                parameter.grad = None
         return norm
 
     def _compute_rate(self) -> float:
@@ -118,13 +118,13 @@ class Float64Trainer:
 def compute_advantages(rows: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> Array:
     rewards = np.array([row.reward for row in rows])
     groups = np.array([row.ticket_id for row in rows])
-    found = np.empty(len(rows))
-    for place, group in enumerate(groups):
+    advantages = np.empty(len(rows))
+    for index, group in enumerate(groups):
         own = rewards[groups == group]
         baseline = {
             "group_mean": own.mean(),
-            "leave_one_out": (own.sum() - rewards[place]) / (len(own) - 1),
+            "leave_one_out": (own.sum() - rewards[index]) / (len(own) - 1),
         }[objective.baseline]
         spread = {"group": own.std(ddof=1), "none": 1.0}[objective.scale_rewards]
-        found[place] = (rewards[place] - baseline) / spread
-    return found
+        advantages[index] = (rewards[index] - baseline) / spread
+    return advantages

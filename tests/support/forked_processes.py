@@ -56,7 +56,7 @@ def _kill_started() -> None:
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` would be."""
+    """Stand-in for `subprocess.Popen`."""
 
     def __init__(self, words: Sequence[str], output: int, errors: int, **more: Any) -> None:
         request = {"words": [*words], "folder": str(Path.cwd()), "environ": {**os.environ}}
@@ -126,7 +126,7 @@ def fork_module(words: Sequence[str], errors: IO[bytes]) -> tuple[ForkedProcess,
 def run_module(
     words: Sequence[str], folder: Path, environ: Mapping[str, str], timeout_s: float | None
 ) -> subprocess.CompletedProcess[str]:
-    """How `python -m` with these words ended, and what it said.
+    """Run `python -m` with these words, and return its exit code and output.
 
     Raises:
         subprocess.TimeoutExpired: It did not end in time, and was killed.
@@ -143,16 +143,16 @@ def run_module(
                 if deadline is not None and deadline.is_over():
                     process.kill()
                     raise subprocess.TimeoutExpired([*words], deadline.limit_s) from None
-        said = []
+        texts = []
         for file in (output, errors):
             file.seek(0)
-            said.append(file.read())
+            texts.append(file.read())
     assert process.returncode is not None
-    return subprocess.CompletedProcess([*words], process.returncode, *said)
+    return subprocess.CompletedProcess([*words], process.returncode, *texts)
 
 
 def _become(request: dict[str, Any], output: Any, errors: Any) -> None:
-    """In a forked process: be what was asked for."""
+    """Become the requested module in a forked process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, number in ((output, 1), (errors, 2)):
         fd = stream.detach()

@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")
 WORKER_VARIABLE = "TESTS_WORKER"
 """Set in workers."""
 MAX_SILENT_S = 1200.0
-"""Of a worker. The time limit of a test ends none that holds the interpreter's lock in C code."""
+"""Time limit of a silent worker: a test's own ends none that holds the interpreter's lock in C."""
 Group = list[int]
 """Positions of tests in the session, one behind the other."""
 
@@ -35,15 +35,15 @@ Group = list[int]
 class Worker:
     process: BaseProcess
     test: str = ""
-    """Where it is."""
+    """Current test."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-    """It was told that no group is left."""
+    """No group is left for it, and it knows."""
 
 
 class ForkedWorkers:
     def __init__(self, count: int, *of_parent: object) -> None:
-        """With further plugins that are the parent's alone."""
+        """Take further plugins that are the parent's alone."""
         self.is_cut_off = False
         """A worker died, and what was left of its group did not run."""
         self._count = count
@@ -125,7 +125,7 @@ def _list_groups(session: pytest.Session) -> list[Group]:
 
 
 class _Reporter:
-    """In a worker: tells the parent, in place of the terminal."""
+    """Reporter in a worker; it sends to the parent, in place of the terminal."""
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._tw = config.get_terminal_writer()  # pytest-timeout writes stacks there
@@ -173,10 +173,10 @@ def _work(
         group = reporter.ask_group()
         while group:
             following: Group = []
-            for place, position in enumerate(group):
-                if place == len(group) - 1:
+            for index, position in enumerate(group):
+                if index == len(group) - 1:
                     following = reporter.ask_group()
-                ahead = [*group[place + 1 :], *following][:1]
+                ahead = [*group[index + 1 :], *following][:1]
                 upcoming = session.items[ahead[0]] if ahead else None
                 item = session.items[position]
                 config.hook.pytest_runtest_protocol(item=item, nextitem=upcoming)

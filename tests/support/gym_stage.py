@@ -40,7 +40,7 @@ class GymStage:
         return Script(self._lines[min(len(self.prompts), len(self._lines)) - 1])
 
     def play(self, agent: Any, data: dict[str, Any]) -> Any:
-        """What an episode of the agent returns; its processes are ended."""
+        """Play an episode of the agent, and return its result; its processes are ended."""
         _, key = self.proxy.open_session()
 
         async def run() -> Any:

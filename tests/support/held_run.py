@@ -25,7 +25,7 @@ ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
 LOOK_PERIOD_S = 15
 STOP_GRACE_S = scaled(6)
 LEAD_S = scaled(24)
-"""What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
+"""Time of the launcher before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
     *("--in-allocation", "trainer.parallel.dp=1"),
     *(*LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
@@ -47,7 +47,7 @@ class HeldRun(SmallRun):
     @contextmanager
     def hold(self, *options: str) -> Iterator[None]:
         """An allocation in which the run goes on; `options` of salloc first, then overrides."""
-        shape = [one for one in options if one.startswith("--")]
+        shape = [option for option in options if option.startswith("--")]
         self.before = (*SALLOC, *shape)
         self.override(*options[len(shape) :])
         self.start()
@@ -73,8 +73,8 @@ class HeldRun(SmallRun):
     def find_supervisors(self, job: str) -> list[psutil.Process]:
         """Tasks of a job's step: not srun, whose command line ends alike."""
         launch = str(self.paths.job(job).launch)
-        words = {one: command_of(one) for one in find_processes(launch)}
-        return [one for one, its in words.items() if its[-1:] == [launch] and its[0] != "srun"]
+        words = {p: command_of(p) for p in find_processes(launch)}
+        return [p for p, its in words.items() if its[-1:] == [launch] and its[0] != "srun"]
 
     def press_ctrl_c(self) -> float:
         assert self.process is not None
@@ -101,7 +101,7 @@ class HeldRun(SmallRun):
     def await_step(self, step: str) -> None:
         def is_noted() -> bool:
             note = find_live_launcher_note(self.paths)
-            return note is not None and step in {one.step for one in note.steps}
+            return note is not None and step in {line.step for line in note.steps}
 
         self.await_true(is_noted)
         self.await_true(lambda: bool(self.find_supervisors(step.partition(".")[0])))

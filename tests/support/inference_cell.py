@@ -159,11 +159,11 @@ class Cell:
 
     def engines(self) -> list[psutil.Process]:
         children = psutil.Process(self.job.pid).children()
-        return [one for one in children if "areal_hpc.inference.cpu.sglang_cpu" in command_of(one)]
+        return [p for p in children if "areal_hpc.inference.cpu.sglang_cpu" in command_of(p)]
 
     def engine(self, index: int = 0) -> psutil.Process:
         port = self.replica(index).url.rpartition(":")[2]
-        (engine,) = [one for one in self.engines() if port in command_of(one)]
+        (engine,) = [engine for engine in self.engines() if port in command_of(engine)]
         return engine
 
     def scheduler(self, index: int = 0) -> psutil.Process:
@@ -171,7 +171,7 @@ class Cell:
         return scheduler
 
     def engine_processes(self) -> list[psutil.Process]:
-        return [one for engine in self.engines() for one in (engine, *engine.children(True))]
+        return [p for engine in self.engines() for p in (engine, *engine.children(True))]
 
     def logs(self) -> str:
         tails = (
@@ -219,7 +219,7 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def logprob_error(
     model: Qwen3ForCausalLM, prompt: list[int], reply: dict[str, Any], span: slice = slice(None)
 ) -> float:
-    """How far log-probabilities of a span of a reply are from what transformers gives them."""
+    """Compare log-probabilities of a span of a reply with those of transformers."""
     output = reply["output_ids"]
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)

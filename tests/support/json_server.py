@@ -11,7 +11,7 @@ POLL_S = 0.02
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    """What handlers share: they answer in JSON, and print nothing."""
+    """Base of handlers that answer in JSON and print nothing."""
 
     disable_nagle_algorithm = True
 

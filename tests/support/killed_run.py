@@ -1,4 +1,4 @@
-"""Who is killed where: the points of a run, and a run that is killed at them."""
+"""Points at which a run's processes are killed, and a run that is killed at them."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 REST_S = 2.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
 GENERATING_S = 0.03
-"""From the moment before SGLang is asked to one at which it generates."""
+"""Time from the moment before SGLang is asked to one at which it generates."""
 POLL_S = 0.01
 LAUNCH_TIMEOUT_S = 900.0
 
@@ -31,7 +31,7 @@ SLOW = (
     "rollout.workflow=tests.support.agents.SlowAgent",
     "rollout.workflow_kwargs.mean_pause_s=1.0",
 )
-"""Of a run that lasts as long as a test must."""
+"""Settings of a run that lasts as long as a test must."""
 
 PARTIES = {
     "trainer": "areal_hpc.trainer.job:run",
@@ -40,7 +40,7 @@ PARTIES = {
     "server": "areal_hpc.inference.job:run",
     "driver": "areal_hpc.rollout.job:run",
 }
-"""Who is killed, and the entry point to find it by. `server` is SGLang, the child of that one."""
+"""Parties to kill, with their entry points. `server` is SGLang, the child of that one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Gate:
         self._path = folder / fault_point
         self._held = folder / f"{fault_point}.held"
         self.setting = f"{fault_point}=hold:{self._path}"
-        """For the variable of faults."""
+        """Value for the variable of faults."""
 
     def shut(self) -> None:
         self._path.touch()
@@ -160,17 +160,17 @@ class KilledRun(SmallRun):
         return dict(self._struck)
 
     def _kill_all(self) -> None:
-        """Each kill once, in order, when a process of the run comes to its point."""
+        """Kill each party once, in order, when a process of the run comes to its point."""
         for kill in self.kills:
             gate = self._gates[kill.where.fault_point]
             while kill.name not in self._struck:
                 gate.shut()
                 while (held := gate.held()) is None:
                     time.sleep(POLL_S)
-                if found := self._victims(kill.party):
-                    self._strike(kill, gate, held, found)
+                if victims := self._victims(kill.party):
+                    self._strike(kill, gate, held, victims)
                 gate.open()
-                time.sleep(REST_S if found else POLL_S)
+                time.sleep(REST_S if victims else POLL_S)
 
     def _strike(self, kill: Kill, gate: Gate, held: int, victims: list[psutil.Process]) -> None:
         self._struck[kill.name] = time.time()
@@ -185,15 +185,15 @@ class KilledRun(SmallRun):
 
     def _victims(self, party: str) -> list[psutil.Process]:
         """Live processes of a party."""
-        found = find_processes(PARTIES[party], self.paths.root)
+        processes = find_processes(PARTIES[party], self.paths.root)
         if party != "server":
-            return found
+            return processes
         with suppress(psutil.NoSuchProcess):
-            return [child for one in found for child in one.children()]
+            return [child for process in processes for child in process.children()]
         return []
 
     def assert_complete(self) -> str:
-        """Every step was taken and told once, every ticket trained once; the audit's verdict."""
+        """Check that steps and tickets count once, and return the audit's verdict."""
         rows = read_readable_records(self.paths.metrics)
         assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
         assert self.paths.finished_marker.exists()
@@ -202,7 +202,7 @@ class KilledRun(SmallRun):
         return verdict
 
     def seconds_to_next_version(self, struck_at: float) -> float:
-        """From a kill to the next weights that replicas were given."""
+        """Time from a kill to the next weights that replicas were given."""
         later = [at for at, _, _ in published_weights(self.paths, struck_at)]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)

@@ -116,7 +116,7 @@ def exported_gradients(policy: TrainedNetwork) -> dict[str, torch.Tensor]:
     """The reduced gradients, carried out by the same way as weights."""
     if policy.ddp_module is None:
         named: Any = policy.gpt.causal_lm.named_parameters()
-        return by_checkpoint_name({name: one.grad.full_tensor() for name, one in named})
+        return by_checkpoint_name({name: parameter.grad.full_tensor() for name, parameter in named})
     gather_gradients(policy)
     weights = {parameter: parameter.data for parameter in policy.gpt.parameters()}
     for parameter in weights:
@@ -184,11 +184,11 @@ class Case:
         exported = {name: tensor.clone() for name, tensor in stream_hf_tensors(self.policy)}
         specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
         state = self.expected_export()
-        found = self.measure_gaps(self.policy, make_rows(seed=1))
+        gaps = self.measure_gaps(self.policy, make_rows(seed=1))
         return {
             "export_is_exact": all(torch.equal(exported[name], state[name]) for name in exported),
             "specs_match": specs == [(name, tuple(t.shape)) for name, t in exported.items()],
-            **found,
+            **gaps,
         }
 
     def compare_routed(self, recompute: Recompute) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Case:
         return self.measure_gaps(policy, rows)
 
     def measure_gaps(self, policy: TrainedNetwork, rows: list[TrainingRow]) -> dict[str, Any]:
-        """How far log-probabilities and gradients of transformers are away."""
+        """Measure the gaps of log-probabilities and gradients to those of transformers."""
         expected = reference(self.model, rows)
         batches = self.batches(policy, rows)
         tally = run_forward_backward(policy, batches, weighted_loss, backward=True)
@@ -248,8 +248,8 @@ class Case:
             "loss_after_step_3": loss,
             "resume_is_bitwise": loss == resumed_loss
             and all(
-                torch.equal(one[1], other[1])
-                for one, other in zip(
+                torch.equal(tensor[1], other[1])
+                for tensor, other in zip(
                     stream_hf_tensors(resumed), stream_hf_tensors(self.policy), strict=True
                 )
             ),
@@ -257,22 +257,22 @@ class Case:
 
     def logprobs(self, rows: list[TrainingRow]) -> list[float]:
         """The trainer's log-probability of every scored token, row after row, temperature 1."""
-        places = 0
+        length = 0
         for row in rows:
-            place = np.arange(places, places + len(row.input_ids_T), dtype=np.float32)
-            np.copyto(row.channels["expected"], place)
+            positions = np.arange(length, length + len(row.input_ids_T), dtype=np.float32)
+            np.copyto(row.channels["expected"], positions)
             row.channels["temperature"].fill(1.0)
-            places += len(place)
-        found: dict[int, float] = {}
+            length += len(positions)
+        logprobs: dict[int, float] = {}
 
         def remember(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
             keys = batch.channels_N["expected"].int().tolist()
-            found.update(zip(keys, logprobs_N.tolist(), strict=True))
+            logprobs.update(zip(keys, logprobs_N.tolist(), strict=True))
             return logprobs_N.sum(), LossStats()
 
         run_forward_backward(self.policy, self.batches(self.policy, rows), remember, backward=False)
         parts: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, found)
+        dist.all_gather_object(parts, logprobs)
         merged = {key: value for part in parts for key, value in part.items()}
         return [merged[key] for key in sorted(merged)]
 
@@ -294,11 +294,11 @@ class Case:
         return {
             "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
             "weight_gap": max(
-                (one - expected.read_tensor(HfTensorSpec(name, tuple(one.shape))))
+                (tensor - expected.read_tensor(HfTensorSpec(name, tuple(tensor.shape))))
                 .abs()
                 .max()
                 .item()
-                for name, one in stream_hf_tensors(policy)
+                for name, tensor in stream_hf_tensors(policy)
             ),
         }
 
@@ -318,8 +318,8 @@ class Case:
         )
         expected = score_rows(self.policy, rows, minibatch_count=3, max_tokens=90)
         with frozen.hold_weights_on_device() as network:
-            found = score_rows(network, rows, minibatch_count=3, max_tokens=90)
-        return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+            actual = score_rows(network, rows, minibatch_count=3, max_tokens=90)
+        return all(np.array_equal(row, other) for row, other in zip(actual, expected, strict=True))
 
 
 class AdaptedCase(Case):
@@ -375,7 +375,7 @@ class AdaptedCase(Case):
     def gradients(self, policy: TrainedNetwork) -> dict[str, torch.Tensor]:
         gather_gradients(policy)
         named = policy.gpt.causal_lm.named_parameters()
-        return {name: one.main_grad.clone() for name, one in named if one.requires_grad}
+        return {name: p.main_grad.clone() for name, p in named if p.requires_grad}
 
     def is_scored_alike_when_frozen(self) -> bool:
         """Does the adapter that is switched off give what its base does?"""
@@ -388,22 +388,24 @@ class AdaptedCase(Case):
 
 
 def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
-    """What is found out about every family of the scenario; an act of `replay_worker`."""
+    """Compare every family of the scenario; an act of `replay_worker`."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}
     for family in scenario["families"]:
         kind = AdaptedCase if family in ADAPTERS else Case
-        one = kind(family, parallel, paths.root, scenario["layers"])
-        found = one.compare()
-        if one.arch.mixture:
-            found["routed"] = [one.compare_routed(recompute) for recompute in ("full", "selective")]
-        one.save()
-        found["frozen_is_exact"] = one.is_scored_alike_when_frozen()
-        found |= one.save_and_resume()
-        found["resumed_from"] = {
-            Path(other).name: one.resume_from_other_layout(Path(other))
+        case = kind(family, parallel, paths.root, scenario["layers"])
+        report = case.compare()
+        if case.arch.mixture:
+            report["routed"] = [
+                case.compare_routed(recompute) for recompute in ("full", "selective")
+            ]
+        case.save()
+        report["frozen_is_exact"] = case.is_scored_alike_when_frozen()
+        report |= case.save_and_resume()
+        report["resumed_from"] = {
+            Path(other).name: case.resume_from_other_layout(Path(other))
             for other in scenario["others"]
             if (Path(other) / family).exists()
         }
-        findings[family] = found
+        findings[family] = report
     return findings

@@ -35,7 +35,7 @@ GRADIENT_BOUND = 1e-4
 NORM_BOUND = 1e-5
 RESUME_BOUND = 1e-6
 Findings = dict[str, dict[str, Any]]
-"""What was found, by family."""
+"""Findings by family."""
 
 
 def families_of(*layouts: str) -> list[str]:
@@ -48,7 +48,7 @@ def families_of(*layouts: str) -> list[str]:
     undivided: list[str] = [*TRANSFORMERS_CONFIGS]
     if "DP2 sharded" not in layouts:
         undivided = [*FAMILIES, *undivided, *ADAPTERS]
-    return [one for one in undivided if one.split()[0] not in divided]
+    return [family for family in undivided if family.split()[0] not in divided]
 
 
 def launch(
@@ -77,9 +77,9 @@ def launch(
     return outcome.reports[0]
 
 
-def check_routed(found: dict[str, Any]) -> None:
+def check_routed(findings: dict[str, Any]) -> None:
     """Mixtures that were given routes compute what transformers does with the same ones."""
-    for routed in found.get("routed", ()):
+    for routed in findings.get("routed", ()):
         assert routed["rerouted"] > 0.5
         assert routed["logprob_gap"] <= LOGPROB_BOUND
         assert routed["gradient_gap"] <= GRADIENT_BOUND

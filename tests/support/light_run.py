@@ -44,7 +44,7 @@ BATCH_TICKETS, EPISODES = 3, 2
 MAX_OFFPOLICYNESS = 1
 CELL_TIMEOUT_S = 5.0
 PATIENCE_S = 120.0
-"""What does not happen in such a time never will, on however busy a machine."""
+"""Time limit of any wait, on however busy a machine."""
 CALL_TIMEOUT_S = 30.0
 SIZES: dict[str, Any] = {
     "layers": 1,
@@ -195,7 +195,7 @@ class LightRun:
 
     def said(self) -> str:
         logs = [self._log_path(service) for service in ENTRIES]
-        return "\n".join(f"== {one}\n{one.read_text(errors='replace')[-3000:]}" for one in logs)
+        return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in logs)
 
     def await_true(self, condition: Any) -> None:
         wait_for(condition, PATIENCE_S, self.said, every_s=0.05)
@@ -248,8 +248,8 @@ class LightRun:
 
     def _play_episode(self, ref: TicketRef, episode: int) -> str:
         opened = self.open_session(ref, episode)
-        for said in ("hello", "go on"):
-            body = {"messages": [{"role": "user", "content": said}]}
+        for question in ("hello", "go on"):
+            body = {"messages": [{"role": "user", "content": question}]}
             assert self.ask(opened.api_key, "/v1/chat/completions", body).status_code == 200
         reward = {"reward": float(episode)}
         assert self.ask(opened.api_key, "/rl/set_reward", reward).status_code == 200
@@ -312,19 +312,19 @@ class LightRun:
     def train(self) -> BatchManifest:
         step = self.step + 1
         request = ledger_wire.BatchRequest(self.version.generation, step, 1.0)
-        found: list[BatchManifest] = []
+        manifests: list[BatchManifest] = []
 
         def has_batch() -> bool:
             reply = self.call("ledger", "/batch", request, ledger_wire.BatchReply)
-            found.extend([reply.manifest] if reply.manifest else [])
-            return bool(found)
+            manifests.extend([reply.manifest] if reply.manifest else [])
+            return bool(manifests)
 
         self.await_true(has_batch)
         outcome = self._ranks.run(self.paths, "replay", trainer={"total_steps": step})
         assert outcome.codes == [0], outcome.log
         self.step = step
         self.open_generation()
-        return found[0]
+        return manifests[0]
 
 
 @contextmanager

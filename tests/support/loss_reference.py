@@ -37,12 +37,12 @@ def make_tokens(seed: int, count: int = 40, rows: int = 6, spread: float = 0.5) 
 
 
 def aggregate(tokens: Tokens, objective: ObjectiveConfig) -> Array:
-    """What each term weighs in the loss of the batch."""
+    """Compute the weight of each term in the loss of the batch."""
     n = len(set(tokens.episodes.tolist()))
     weights = np.empty(len(tokens.rows))
-    for place, episode in enumerate(tokens.episodes):
+    for index, episode in enumerate(tokens.episodes):
         length = int((tokens.episodes == episode).sum())
-        weights[place] = {
+        weights[index] = {
             "token_mean": 1 / len(tokens.rows),
             "seq_mean_token_mean": 1 / (n * length),
             "seq_mean_token_sum": 1 / n,
@@ -58,35 +58,35 @@ def loss_and_gradient(
     loss, gradient = 0.0, np.zeros(len(tokens.rows))
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     cap = objective.off_policy_correction_high
-    for place, row in enumerate(tokens.rows):
+    for index, row in enumerate(tokens.rows):
         own = np.flatnonzero(tokens.rows == row)
         if objective.ratio_level == "sequence":
-            shares = {int(one): 1 / len(own) for one in own}
+            shares = {int(other): 1 / len(own) for other in own}
         else:
-            shares = {place: 1.0}
+            shares = {index: 1.0}
         logs = sum(share * (tokens.logprobs[i] - tokens.proximal[i]) for i, share in shares.items())
-        ratio, advantage = float(np.exp(logs)), float(tokens.advantages[place])
-        weight = weights[place]
+        ratio, advantage = float(np.exp(logs)), float(tokens.advantages[index])
+        weight = weights[index]
         if objective.off_policy_correction == "clamp":
             weight = weight * min(
-                float(np.exp(tokens.proximal[place] - tokens.behavior[place])), cap
+                float(np.exp(tokens.proximal[index] - tokens.behavior[index])), cap
             )
         if objective.kl.placement == "loss" and tokens.reference is not None:
-            gap = float(tokens.logprobs[place] - tokens.reference[place])
+            gap = float(tokens.logprobs[index] - tokens.reference[index])
             value, slope = {
                 "k1": (gap, 1.0),
                 "k2": (gap**2 / 2, gap),
                 "k3": (float(np.exp(-gap)) - 1 + gap, 1 - float(np.exp(-gap))),
             }[objective.kl.estimator]
             loss += weight * objective.kl.coef * value
-            gradient[place] += weight * objective.kl.coef * slope
+            gradient[index] += weight * objective.kl.coef * slope
         if objective.surrogate == "none":
-            loss -= weight * advantage * tokens.logprobs[place]
-            gradient[place] -= weight * advantage
+            loss -= weight * advantage * tokens.logprobs[index]
+            gradient[index] -= weight * advantage
         elif objective.surrogate == "cispo":
             bounded = min(max(ratio, low), high)
-            loss -= weight * bounded * advantage * tokens.logprobs[place]
-            gradient[place] -= weight * bounded * advantage
+            loss -= weight * bounded * advantage * tokens.logprobs[index]
+            gradient[index] -= weight * bounded * advantage
         else:
             free, bound = ratio * advantage, min(max(ratio, low), high) * advantage
             term, slope = (free, free) if free <= bound else (bound, 0.0)
@@ -94,8 +94,8 @@ def loss_and_gradient(
                 floor = objective.clip_dual * advantage
                 term, slope = (floor, 0.0) if floor > term else (term, slope)
             loss -= weight * term
-            for one, share in shares.items():
-                gradient[one] -= weight * slope * share
+            for other, share in shares.items():
+                gradient[other] -= weight * slope * share
     return loss, gradient
 
 
@@ -108,24 +108,24 @@ def sum_discounted_errors(
     """
     values = [value for own, _ in turns for value in own] + [0.0]
     rewards = [
-        reward if place == len(own) - 1 else 0.0
+        reward if index == len(own) - 1 else 0.0
         for own, reward in turns
-        for place in range(len(own))
+        for index in range(len(own))
     ]
     errors = [
-        reward + discount * values[place + 1] - values[place]
-        for place, reward in enumerate(rewards)
+        reward + discount * values[index + 1] - values[index]
+        for index, reward in enumerate(rewards)
     ]
     advantages = [
-        math.fsum((discount * gae_lambda) ** (later - place) * errors[later]
-                  for later in range(place, len(errors)))
-        for place in range(len(errors))
+        math.fsum((discount * gae_lambda) ** (later - index) * errors[later]
+                  for later in range(index, len(errors)))
+        for index in range(len(errors))
     ]  # fmt: skip
-    found, first = [], 0
+    parts, first = [], 0
     for own, _ in turns:
-        found.append(np.array(advantages[first : first + len(own)]))
+        parts.append(np.array(advantages[first : first + len(own)]))
         first += len(own)
-    return found
+    return parts
 
 
 def value_loss_and_gradient(
@@ -133,7 +133,7 @@ def value_loss_and_gradient(
 ) -> tuple[float, Array]:
     """The mean of the terms, and its derivative by each value."""
     loss, gradient = 0.0, np.zeros(len(values))
-    for place, (value, start, aim) in enumerate(zip(values, before, returns, strict=True)):
+    for index, (value, start, aim) in enumerate(zip(values, before, returns, strict=True)):
         term, slope = (value - aim) ** 2 / 2, value - aim
         if clip_value is not None:
             bounded = min(max(value, start - clip_value), start + clip_value)
@@ -141,5 +141,5 @@ def value_loss_and_gradient(
             if other > term:
                 term, slope = other, slope if bounded == value else 0.0
         loss += term / len(values)
-        gradient[place] = slope / len(values)
+        gradient[index] = slope / len(values)
     return loss, gradient

@@ -88,25 +88,25 @@ class MadeRun:
         self.step += 1
         files_s = (phases or {}).get("files", 0.0)  # of the row before
         begin = self.now + files_s
-        wait_s = late_s + max(one.duration_s for one in episodes) + sealing_s
+        wait_s = late_s + max(episode.duration_s for episode in episodes) + sealing_s
         rows = [
-            self._make_row(place, one, begin + late_s, generation)
-            for place, one in enumerate(episodes)
+            self._make_row(index, episode, begin + late_s, generation)
+            for index, episode in enumerate(episodes)
         ]
         shard = seal_in(self.paths, rows)
         tickets = []
         for first in range(0, len(rows), SAMPLES):
             own = rows[first : first + SAMPLES]
             ref = TicketRef(own[0].ticket_id, 1)
-            places = list(range(first, first + len(own)))
+            row_indices = list(range(first, first + len(own)))
             rewards = [row.reward for row in own]
             version = WeightVersion(generation, self.step - 1).packed
-            tickets.append(SealedTicket(ref, shard.file, places, rewards, version))
+            tickets.append(SealedTicket(ref, shard.file, row_indices, rewards, version))
         write_manifest(self.paths, BatchManifest(self.step, generation, tickets))
         self.tickets += len(tickets)
         times = {"batch_wait": wait_s, "train": 0.5, "publish": 0.1, **(phases or {})}
         self.now = begin - files_s + sum(times.values())
-        rewards = [one.reward for one in episodes]
+        rewards = [episode.reward for episode in episodes]
         row = {
             "step": self.step,
             "version": f"{generation}.{self.step}",
@@ -142,16 +142,16 @@ class MadeRun:
         append_line(self.paths.events, line)
 
     def _make_row(
-        self, place: int, made: MadeEpisode, begin: float, generation: int
+        self, index: int, made: MadeEpisode, begin: float, generation: int
     ) -> TrajectoryRow:
         ids = [1] * PROMPT_TOKENS + list(made.reply)
         mask = np.array([0] * PROMPT_TOKENS + [1] * len(made.reply), np.uint8)
-        ticket = self.tickets + place // SAMPLES
+        ticket = self.tickets + index // SAMPLES
         version = WeightVersion(generation, self.step - 1).packed
         return TrajectoryRow(
             ticket_id=ticket,
             attempt=1,
-            episode=place % SAMPLES,
+            episode=index % SAMPLES,
             row=0,
             input_ids_T=np.array(ids, np.int32),
             loss_mask_T=mask,
@@ -159,7 +159,7 @@ class MadeRun:
             versions_T=np.where(mask, version, -1).astype(np.int64),
             reward=made.reward,
             record=RowRecord(
-                session_id=f"{ticket}-{place}",
+                session_id=f"{ticket}-{index}",
                 task_index=made.task,
                 cell=made.cell,
                 started_at=begin,

@@ -25,7 +25,7 @@ QUICKSTART = "recipes/quickstart.yaml"
 class Mistake:
     what: str
     overrides: str
-    """Of the recipe; DIR, SERVE_PYTHON and TEST_PYTHON stand for paths of the test."""
+    """Overrides of the recipe; DIR, SERVE_PYTHON and TEST_PYTHON stand for paths of the test."""
     said: tuple[str, ...]
     """Parts of what is printed, in the order in which they are."""
     recipe: str = QUICKSTART
@@ -36,9 +36,9 @@ class AgentMistake:
     what: str
     agent: type
     said: str
-    """How the line about it begins."""
+    """Beginning of the line about it."""
     text: str | None
-    """In the line of the agent that is named; None: somewhere in its file."""
+    """Text in the line of the agent that is named; None: somewhere in its file."""
     hint: str
 
 
@@ -363,21 +363,21 @@ AGENT_MISTAKES = (
 
 
 def mistakes_table() -> str:
-    rows = ((one.what, _as_code(one.said[:1])) for one in MISTAKES)
+    rows = ((mistake.what, _as_code(mistake.said[:1])) for mistake in MISTAKES)
     return markdown(("mistake", "among what is printed"), rows)
 
 
 def agent_mistakes_table() -> str:
     rows = []
-    for one in sorted(AGENT_MISTAKES, key=lambda one: one.hint == "fix "):
-        hint = _as_code([f"try: {one.hint.strip()}"])
-        then = "the line of the agent to mend" if one.hint == "fix " else hint
-        rows.append((one.what, _as_code([f"agent    {one.said}"]), then))
+    for mistake in sorted(AGENT_MISTAKES, key=lambda mistake: mistake.hint == "fix "):
+        hint = _as_code([f"try: {mistake.hint.strip()}"])
+        then = "the line of the agent to mend" if mistake.hint == "fix " else hint
+        rows.append((mistake.what, _as_code([f"agent    {mistake.said}"]), then))
     return markdown(("mistake", "printed", "and then"), rows)
 
 
 def _as_code(parts: Iterable[str]) -> str:
-    """Each part in backticks that it does not hold itself, one below the other."""
+    """Put each part in backticks that it does not contain itself, one below the other."""
     lines = []
     for part in parts:
         fence = "``" if "`" in part else "`"

@@ -28,7 +28,7 @@ from tests.support.service_keys import DEFECTS, KeyDefect, spoil_authorization
 HANG_S = 20.0
 """A call that was not to wait takes milliseconds; one that takes longer hangs."""
 LEFT_AFTER_S = 0.3
-"""For an answer to a call that may rightly wait: its caller then hangs up."""
+"""Time limit for an answer to a call that may rightly wait: its caller then hangs up."""
 NEVER_ANSWERED = "left"
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 7, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70),
@@ -57,7 +57,7 @@ SWOLLEN: tuple[tuple[bytes, bytes, bytes], ...] = (
     (b"[", b'{"role":"user","content":""},', b"{}]"),
     (b"[", b'{"type":"text","text":"","sparkle":1},', b"{}]"),
 )
-"""What a place begins with, what is repeated in it, and what it ends with."""
+"""Beginning of a swollen value, the part to repeat, and its end."""
 DEEP = "[" * 3000 + "]" * 3000
 ODD_BODIES: tuple[bytes, ...] = (
     *(b"", b" ", b"null", b"[]", b"{}", b'"', b"{", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"\0" * 64),
@@ -96,13 +96,13 @@ class Call:
 @dataclass(frozen=True)
 class RawCall:
     call: Call
-    """What it was made from."""
+    """Call from which it was made."""
     method: str
     path: str
     content: bytes
     headers: tuple[tuple[str, str], ...]
     may_wait: bool
-    """It asks to be kept, or announces more than it sends."""
+    """The call asks to be kept, or announces more than it sends."""
     key_defect: KeyDefect = "none"
 
 
@@ -112,9 +112,9 @@ class Mutator:
 
     chance: random.Random
     keys_of_run: Sequence[str] = ()
-    """Of all services; each opens its own alone."""
+    """Keys of all services; each opens its own alone."""
     sound_share: float = 0.1
-    """Of calls that are left as they are."""
+    """Share of calls that are left as they are."""
     known: list[Any] = field(default_factory=list)
     """Values of this run (ticket references, session ids, names) that odd places may get."""
 
@@ -132,11 +132,11 @@ class Mutator:
         """A call with a great many of one thing in one place, of 64 KiB to 32 MiB in all."""
         root = {"": json.loads(json.dumps(call.body))}
         holder: Any = root
-        place: Any = ""
-        while isinstance(inner := holder[place], dict | list) and inner and not self._is_seldom():
+        key: Any = ""
+        while isinstance(inner := holder[key], dict | list) and inner and not self._is_seldom():
             chosen = self.chance.choice([*inner] if isinstance(inner, dict) else range(len(inner)))
-            holder, place = inner, chosen
-        holder[place] = PLACE
+            holder, key = inner, chosen
+        holder[key] = PLACE
         content = json.dumps(root[""]).encode()
         begin, unit, end = self.chance.choice(SWOLLEN)
         count = int(MAX_SWOLLEN_BYTES * 2 ** -self.chance.uniform(0, 9)) // (len(unit) + 2)
@@ -147,13 +147,13 @@ class Mutator:
         return replace(self._encode(call, call.body), content=content[:MAX_SWOLLEN_BYTES])
 
     def _spoil_key(self, call: Call) -> RawCall:
-        """Of a right call, or of one with wrong values: nobody may come to look at them."""
+        """Spoil the key of a right call, or of one with wrong values: nobody may look at them."""
         is_right = self.chance.random() < 0.5
         raw = self._encode(call, call.body) if is_right else self._spoil_values(call)
         over_tls = call.service != "proxy"
         defect = self.chance.choice(DEFECTS if over_tls else DEFECTS[:-1])
         key = spoil_authorization(call.key, defect, self.chance, self.keys_of_run)
-        headers = [one for one in raw.headers if one[0] != "authorization"]
+        headers = [header for header in raw.headers if header[0] != "authorization"]
         headers += [] if key is None else [("authorization", key)]
         return replace(raw, headers=tuple(headers), key_defect=defect)
 
@@ -175,18 +175,18 @@ class Mutator:
         elif isinstance(value, list):
             inner = range(len(value))
         if inner and self.chance.random() < 0.9:
-            place = self.chance.choice(inner)
+            key = self.chance.choice(inner)
             match self.chance.randrange(10):
                 case 0:
-                    del value[place]
+                    del value[key]
                 case 1 if isinstance(value, dict):
-                    value[self.chance.choice(("extra", "", "\0", str(place) * 50))] = deepcopy(
-                        value[place]
+                    value[self.chance.choice(("extra", "", "\0", str(key) * 50))] = deepcopy(
+                        value[key]
                     )
                 case 1:
-                    value += [deepcopy(value[place])] * self.chance.choice((1, 2, 500))
+                    value += [deepcopy(value[key])] * self.chance.choice((1, 2, 500))
                 case _:
-                    value[place] = self._spoil_one(value[place])
+                    value[key] = self._spoil_one(value[key])
             return value
         odd = self.known if self.known and self._is_seldom() else ODD_VALUES
         return deepcopy(self.chance.choice(odd))
@@ -332,8 +332,8 @@ def list_sound_calls(run: LightRun) -> tuple[list[Call], list[Any]]:
     """The calls, and values of this run that they were made of."""
     ref = TicketRef(run.step * 3, 1)
     opened, closed = run.open_session(ref), run.open_session()
-    for one in (opened, closed):
-        run.ask(one.api_key, "/chat/completions", {"messages": ASKED})
+    for session in (opened, closed):
+        run.ask(session.api_key, "/chat/completions", {"messages": ASKED})
     run.ask(closed.api_key, "/rl/end_session", {})
     calls = [
         *_list_agent_calls(run, opened.api_key),

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 BACKEND = "nccl_like"
 ENDED: list[str] = []
-"""Why processes would have ended."""
+"""Reasons for which processes would have ended."""
 _POLL_S = 0.005
 _ALL_OVER = threading.Event()
 """Set when a test is over: calls that would last for ever end."""
@@ -82,7 +82,7 @@ class NcclLikeGroup(dist.ProcessGroup):
     def broadcast(  # type: ignore[override]  # the one form that torch calls
         self, tensors: list[torch.Tensor], options: Any = None
     ) -> _Work:
-        """Of the first rank's bytes."""
+        """Broadcast the first rank's bytes."""
         (tensor,) = tensors
         self.make_communicator()
         self._sent += 1
@@ -92,7 +92,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         return work
 
     def receive(self, size_bytes: int) -> bytes:
-        """What the first rank sends next. For the other ranks."""
+        """Receive the next bytes of the first rank, on another rank."""
         self.make_communicator()
         self._sent += 1
         key = f"bytes/{self._sent}"

@@ -25,7 +25,7 @@ ITEM_BYTES = {"float32": 4}
 SILENT_AT_MOST_S = 3600.0
 WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3)}
 BUCKET_BYTES = 4096
-"""Of one of them."""
+"""Bytes of each bucket."""
 PATIENT_S = scaled(100.0)
 PHASES = {
     "join": ("init_weights_update_group", 1),
@@ -57,7 +57,7 @@ class NcclLikeCell:
         self.start()
 
     def start(self) -> None:
-        """As after a restart: without weights, in no group."""
+        """Start as after a restart: without weights, in no group."""
         self.incarnation += 1
         self.version = self.served = ""
         self.fault: tuple[str, int, Fault] | None = None
@@ -96,7 +96,7 @@ class NcclLikeCell:
         return ReplicaView(0, self.incarnation, state, "http://127.0.0.1:1", self.served)
 
     def meet_fault(self, route: str) -> Fault | None:
-        """How this replica is lost, from the call on for which its fault was set."""
+        """Read the fault of this replica, from the call on for which it was set."""
         self._calls[route] += 1
         if self.fault is not None and self.fault[:2] == (route, self._calls[route]):
             self._lost = self.fault[2]

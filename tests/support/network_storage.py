@@ -44,17 +44,17 @@ from tests.support.fuse_channel import (
 FILE_CACHED_S, DIRECTORY_CACHED_S = (3.0, 60.0), (30.0, 60.0)
 """NFS: acregmin to acregmax, acdirmin to acdirmax."""
 _OWN_FLAGS = os.O_APPEND | os.O_DIRECT | os.O_NOFOLLOW
-"""Of OPEN: what the kernel has seen to, or NFS does not do."""
+"""Flags of OPEN that the kernel has seen to, or that NFS does not know."""
 _MODE, _UID, _GID, _SIZE_PATTERN, _ATIME, _MTIME, _HANDLE, _ATIME_NOW, _MTIME_NOW = (
     *(1, 2, 4, 8, 16, 32, 64, 128, 256),
 )
-"""What SETATTR has to set."""
+"""Fields that SETATTR has to set."""
 _SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
 _READ = struct.Struct("<QQII16x")
 _LOCK = struct.Struct("<QQQQIIII")
 _IS_FLOCK = 1
 Fate = Literal["not", "half", "all"]
-"""How much of a request was carried out."""
+"""Part of a request that was carried out."""
 CHANGES = frozenset(
     [
         *(Opcode.CREATE, Opcode.WRITE, Opcode.RENAME, Opcode.LINK, Opcode.UNLINK),
@@ -70,10 +70,10 @@ MAY_FAIL = CHANGES | {
 
 @dataclass
 class Weather:
-    """What goes wrong here, and what went wrong so far."""
+    """Faults to make, and counts of those made so far."""
 
     failure_rate: float = 0.0
-    """Of requests that may fail. Half of them are ESTALE, half EIO."""
+    """Share of requests that fail, of those that may. Half of them are ESTALE, half EIO."""
     hangs_until: float = 0.0
     chance: random.Random = field(default_factory=random.Random)
     counts: Counter[str] = field(default_factory=Counter)
@@ -85,7 +85,7 @@ class Weather:
         return self.chance.choice((EIO, ESTALE))
 
     def choose_fate(self, opcode: int) -> Fate:
-        """What becomes of a request whose answer is an error."""
+        """Choose the part of a request that is carried out, if its answer is an error."""
         if opcode not in CHANGES:
             return "not"
         return self.chance.choice(
@@ -102,7 +102,7 @@ class Node:
     key: tuple[int, int]
     lookups: int = 0
     removed_here: bool = False
-    """This node removed it: it keeps what is open, as NFS does by silly renames."""
+    """This node removed the file: it keeps open ones, as NFS does by silly renames."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Handle:
     fd: int
     node: Node
     listing: list[tuple[int, int, bytes]] = field(default_factory=list)
-    """Of a directory: inode, type, name."""
+    """Entries of a directory: inode, type, name."""
 
 
 class StorageServer:
@@ -271,18 +271,18 @@ class StorageServer:
 
     def _set_attributes(self, node: Node, body: bytes) -> bytes:
         self._require_present(node)
-        asked = _SETATTR.unpack_from(body)
-        what, handle, size_bytes = asked[0], asked[2], asked[3]
+        fields = _SETATTR.unpack_from(body)
+        what, handle, size_bytes = fields[0], fields[2], fields[3]
         path = _path_of(node)
         if what & _MODE:
-            Path(path).chmod(kinds.S_IMODE(asked[11]))
+            Path(path).chmod(kinds.S_IMODE(fields[11]))
         if what & (_UID | _GID):
-            os.chown(path, asked[13] if what & _UID else -1, asked[14] if what & _GID else -1)
+            os.chown(path, fields[13] if what & _UID else -1, fields[14] if what & _GID else -1)
         if what & _SIZE_PATTERN:
             os.truncate(self._handles[handle].fd if what & _HANDLE else path, size_bytes)
         if what & (_ATIME | _MTIME):
             now, stat = time.time_ns(), os.fstat(node.fd)
-            given = (asked[5] * 10**9 + asked[8], asked[6] * 10**9 + asked[9])
+            given = (fields[5] * 10**9 + fields[8], fields[6] * 10**9 + fields[9])
             times = [stat.st_atime_ns, stat.st_mtime_ns]
             for index, (flag, is_now) in enumerate(((_ATIME, _ATIME_NOW), (_MTIME, _MTIME_NOW))):
                 if what & flag:
@@ -368,7 +368,7 @@ class StorageServer:
         if offset == 0:
             with os.scandir(handle.fd) as entries:
                 handle.listing = [
-                    (one.inode(), _kind_of(one), os.fsencode(one.name)) for one in entries
+                    (entry.inode(), _kind_of(entry), os.fsencode(entry.name)) for entry in entries
                 ]
         listed = b""
         for position, entry in enumerate(handle.listing[offset:], start=offset + 1):
@@ -397,7 +397,7 @@ def _kind_of(entry: os.DirEntry[str]) -> int:
 
 
 def _cached_s(stat: os.stat_result) -> float:
-    """How long the kernel believes attributes: the longer, the longer nothing has changed."""
+    """Compute the time for which the kernel caches attributes: longer for older changes."""
     least, most = DIRECTORY_CACHED_S if kinds.S_ISDIR(stat.st_mode) else FILE_CACHED_S
     return min(most, max(least, time.time() - stat.st_mtime))
 

@@ -22,23 +22,23 @@ FOLDER = CHECKOUT / ".nightly"
 STATE = FOLDER / "state.json"
 THOROUGH = ("tests/unit", "tests/contract", "tests/integration", "tests/slurm")
 ON_RELEASES = ("tests/slurm", "tests/acceptance/test_slurm_events.py")
-"""What runs on each release of Slurm."""
+"""Tests that run on each release of Slurm."""
 
 
 def list_steps() -> dict[str, tuple[str, dict[str, str]]]:
-    """By name: what pytest runs, and further variables of its environment."""
+    """List pytest's target and further variables of its environment, by the step's name."""
     thorough = {"HYPOTHESIS_PROFILE": "thorough"}
     files = sorted((CHECKOUT / "tests" / "acceptance").glob("test_*.py"))
     return {
         **{file.stem: (str(file.relative_to(CHECKOUT)), {}) for file in files},
         **{tier.replace("/", "-"): (tier, thorough) for tier in THOROUGH},
         **{
-            f"slurm-{release}-{place.rpartition('/')[2]}": (
-                place,
+            f"slurm-{release}-{target.rpartition('/')[2]}": (
+                target,
                 {**thorough, "TESTS_SLURM": release},
             )
             for release in list_unpacked_versions(CHECKOUT)
-            for place in ON_RELEASES
+            for target in ON_RELEASES
         },
     }
 
@@ -49,19 +49,19 @@ def main() -> int:
     options.add_argument("--again", action="store_true", help="run what has passed again")
     arguments = options.parse_args()
     FOLDER.mkdir(exist_ok=True)
-    asked = ["git", "-C", str(CHECKOUT), "rev-parse", "HEAD"]
-    commit = subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    git = ["git", "-C", str(CHECKOUT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     state = json.loads(STATE.read_text()) if STATE.exists() and not arguments.again else {}
     outcomes: dict[str, str] = state["outcomes"] if state.get("commit") == commit else {}
     began_s, steps = time.monotonic(), list_steps()
-    for name, (place, variables) in steps.items():
+    for name, (target, variables) in steps.items():
         if outcomes.get(name) == "passed":
             continue
         if time.monotonic() - began_s > 60 * arguments.minutes:
             print("the same command goes on with the rest")
             break
         with (FOLDER / f"{name}.log").open("w") as log:
-            command = [sys.executable, "-m", "pytest", "-q", "-rfE", place]
+            command = [sys.executable, "-m", "pytest", "-q", "-rfE", target]
             environ = {**os.environ, **variables}
             code = subprocess.run(
                 command, cwd=CHECKOUT, env=environ, stdout=log, stderr=log

@@ -1,4 +1,4 @@
-"""What TRL and verl are asked, and what is asked of `trainer.objective` beside it. Numpy only.
+"""Cases for TRL and verl, and for `trainer.objective` beside them. Numpy only.
 
 Two interpreters read this: that of the tests, and that of .venvs/oracles, which has TRL and verl.
 """

@@ -1,4 +1,4 @@
-"""What TRL and verl say of every case: run by .venvs/oracles, which has both.
+"""Answers of TRL and verl to every case: run by .venvs/oracles, which has both.
 
 `python -m tests.support.oracle_program OUT.npz` writes an array for each question, with the seeds
 first. The libraries' own functions are called, in float64.
@@ -143,8 +143,8 @@ def ask_advantages(case: AdvantageCase, batch: OracleBatch) -> Array:
     advantages, _ = VERL.get_adv_estimator_fn(name)(
         token_level_rewards=rewards, response_mask=mask, **arguments
     )
-    found: Array = advantages[:, 0].numpy()
-    return found
+    values: Array = advantages[:, 0].numpy()
+    return values
 
 
 def ask_values(batch: OracleBatch) -> dict[str, Array]:
@@ -182,10 +182,10 @@ def main() -> None:
     answers: dict[str, list[Any]] = defaultdict(list)
     for seed in SEEDS:
         batch = make_oracle_batch(seed)
-        for place, case in enumerate(LOSS_CASES):
-            answers[f"loss {place}"].append(ask_loss(case, batch))
-        for place, one in enumerate(ADVANTAGE_CASES):
-            answers[f"advantage {place}"].append(ask_advantages(one, batch))
+        for index, case in enumerate(LOSS_CASES):
+            answers[f"loss {index}"].append(ask_loss(case, batch))
+        for index, advantage_case in enumerate(ADVANTAGE_CASES):
+            answers[f"advantage {index}"].append(ask_advantages(advantage_case, batch))
         for name, values in ask_values(batch).items():
             answers[name].append(values)
         for kind in ("k1", "k2", "k3"):

@@ -24,8 +24,8 @@ def list_effective_params(request_type: type[msgspec.Struct]) -> list[str]:
 
 
 def list_ignored_params_of(request_type: type[msgspec.Struct]) -> list[str]:
-    found = _list_ignored_params_within(inspect.type_info(request_type), "")
-    return [*dict.fromkeys(name.removeprefix(".") for name in found)]
+    params = _list_ignored_params_within(inspect.type_info(request_type), "")
+    return [*dict.fromkeys(name.removeprefix(".") for name in params)]
 
 
 def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, Refusal]:
@@ -60,8 +60,8 @@ def _list_object_types_within(declared_type: inspect.Type) -> Iterator[tuple[ins
         case inspect.Metadata():
             yield from _list_object_types_within(declared_type.type)
         case inspect.UnionType():
-            for one in declared_type.types:
-                yield from _list_object_types_within(one)
+            for member in declared_type.types:
+                yield from _list_object_types_within(member)
         case inspect.ListType():
             yield declared_type.item_type, "[]."
         case inspect.StructType():
@@ -77,12 +77,12 @@ def _format_refusals(refusals: Mapping[str, Refusal]) -> Iterator[tuple[str, str
     by_way_out: dict[str, list[str]] = defaultdict(list)
     for name, refusal in refusals.items():
         by_way_out[refusal.way_out].append(name)
-    for way_out, names in sorted(by_way_out.items(), key=lambda one: sorted(one[1])):
+    for way_out, names in sorted(by_way_out.items(), key=lambda item: sorted(item[1])):
         yield _format_names(names), way_out
 
 
 def render_parameter_table(request_type_by_route: Mapping[str, type[msgspec.Struct]]) -> str:
-    """What is done with each parameter of the requests, by their routes, as Markdown."""
+    """Render the treatment of each parameter of the requests, by their routes, as Markdown."""
     lines = ["| route | parameters | what is done with them |", "|---|---|---|"]
 
     def add(*cells: Any) -> None:

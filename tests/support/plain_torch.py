@@ -1,4 +1,4 @@
-"""What kernels are compared with: attention written out, and gradients of any two computations."""
+"""Plain references for kernels: attention written out, and gradients of any two computations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +20,10 @@ def attend_plainly(
     query, *shared = parts
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in shared)
     sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(query.device)
-    place = torch.arange(len(sequence), device=query.device)
-    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    position = torch.arange(len(sequence), device=query.device)
+    sees = (sequence[:, None] == sequence) & (position[:, None] >= position)
     if window is not None:
-        sees &= place[:, None] - place < window
+        sees &= position[:, None] - position < window
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), value)
 
@@ -36,7 +36,7 @@ def attend_over_ranks(
     cp: int,
     window: int | None = None,
 ) -> torch.Tensor:
-    """What all context-parallel ranks give, back in the order of the pack."""
+    """Compute the parts of all context-parallel ranks, and restore the order of the pack."""
     query, key, value = parts
     starts = np.cumsum(lengths) - lengths
     spans = [*zip(starts, map(int, lengths), strict=True)]
@@ -56,19 +56,19 @@ def attend_over_ranks(
 
 
 def check_gradients(
-    found: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]
+    actual: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]
 ) -> None:
     """Both have the same values, and the same gradients by the inputs."""
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
     want = torch.autograd.grad((expected * weights).sum(), inputs)
-    got = torch.autograd.grad((found * weights).sum(), inputs)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other)
+    got = torch.autograd.grad((actual * weights).sum(), inputs)
+    for gradient, other in zip(got, want, strict=True):
+        torch.testing.assert_close(gradient, other)
 
 
 READS = ("local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
-"""How the names of operations begin whose result, or its size, must be known to the host."""
+"""Beginnings of operations whose result, or its size, the host must know."""
 INDEXING = ("index", "index_put", "index_put_impl")
 """Operations that turn a mask, where they are given one, into indices: `nonzero`."""
 

@@ -21,7 +21,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that still run (a container's first process may leave the dead unburied)."""
-    return [one for one in processes if one.is_running() and not _has_ended(one)]
+    return [process for process in processes if process.is_running() and not _has_ended(process)]
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -63,12 +63,12 @@ def start_job_process(
 
 def find_processes(*parts: object, in_environment: bool = False) -> list[psutil.Process]:
     """Live processes, but for this one, whose command line (or environment) has all these parts."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if (known := command_of(process)) and process.pid != os.getpid():
                 known += process.environ().values() if in_environment else ()
                 text = " ".join(known)
                 if all(str(part) in text for part in parts):
-                    found.append(process)
-    return found
+                    processes.append(process)
+    return processes

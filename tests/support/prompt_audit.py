@@ -15,7 +15,7 @@ from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
     """The whole prompt of an interaction, as the model read it."""
     *before, last = tree.get_path_to(interaction)
-    parts = [unpack_ids(part) for one in before for part in (one.new_ids, one.output_ids)]
+    parts = [unpack_ids(part) for call in before for part in (call.new_ids, call.output_ids)]
     ids: list[int] = np.concatenate([*parts, unpack_ids(last.new_ids)]).tolist()
     return ids
 
@@ -23,11 +23,11 @@ def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
 def rendered_ids(
     tree: InteractionTree, interaction: Interaction, template: ChatTemplate, encoder: TokenEncoder
 ) -> list[int]:
-    """What the prompt would be if the conversation were rendered and tokenized anew."""
+    """Render and tokenize the whole conversation of an interaction's prompt anew."""
     path = tree.get_path_to(interaction)
-    if any(one.context == RAW_PROMPT_CONTEXT for one in path):  # a text, not a conversation
+    if any(call.context == RAW_PROMPT_CONTEXT for call in path):  # a text, not a conversation
         return encoder.encode(encoder.decode(prompt_ids(tree, interaction)))
-    messages = [m for one in path for m in (*one.new_messages, one.reply)][:-1]
+    messages = [m for call in path for m in (*call.new_messages, call.reply)][:-1]
     context = path[0].context
     tools, variables = msgspec.json.decode(context) if context else (None, None)
     text = template.render_prompt(messages, tools=tools, variables=variables)

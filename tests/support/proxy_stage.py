@@ -54,7 +54,7 @@ from tests.support.scripted_sglang import (
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 180.0
-"""What does not happen in such a time never will: it costs nothing where it does."""
+"""Time limit of any wait, on however busy a machine."""
 
 
 class Stage:
@@ -197,14 +197,14 @@ class Stage:
         events = [decode_event(record.payload) for record in read_journal(self.journal)]
         digest = compute_key_digest(key)
         (session_id,) = (
-            one.session_id
-            for one in events
-            if isinstance(one, SessionOpened) and one.key_digest == digest
+            event.session_id
+            for event in events
+            if isinstance(event, SessionOpened) and event.key_digest == digest
         )
         return [
-            one.interaction
-            for one in events
-            if isinstance(one, InteractionAdded) and one.session_id == session_id
+            event.interaction
+            for event in events
+            if isinstance(event, InteractionAdded) and event.session_id == session_id
         ]
 
     def await_journaled(self, key: str, count: int = 1) -> list[Interaction]:
@@ -217,17 +217,17 @@ class Stage:
         return [
             row
             for shard in read_index(self.paths.shard_index_dir)
-            for one in shard.untrained
-            if one.session_id == session_id
-            for row in ShardReader(self.paths.shards_dir / shard.file).read_rows(one.rows)
+            for ticket in shard.untrained
+            if ticket.session_id == session_id
+            for row in ShardReader(self.paths.shards_dir / shard.file).read_rows(ticket.rows)
         ]
 
     def sealed_rows(self, ref: TicketRef) -> list[TrajectoryRow]:
         """Rows of the only shard that holds the ticket."""
         (shard,) = (
-            one
-            for one in read_index(self.paths.shard_index_dir)
-            if ref in [TicketRef(ticket.ticket_id, ticket.attempt) for ticket in one.tickets]
+            shard
+            for shard in read_index(self.paths.shard_index_dir)
+            if ref in [TicketRef(ticket.ticket_id, ticket.attempt) for ticket in shard.tickets]
         )
         return ShardReader(self.paths.shards_dir / shard.file).read_rows([*range(shard.rows)])
 
@@ -237,12 +237,12 @@ class Stage:
         self.sglang.script = lambda request: Script(text, finish, output_ids=letters)
         return letters
 
-    def assert_continued(self, said: list[int]) -> None:
-        """Each prompt so far began with the one before and the model's own tokens after it."""
+    def assert_continued(self, reply_ids: list[int]) -> None:
+        """Check that each prompt begins with the one before and the model's own tokens."""
         prompts = [request["input_ids"] for request in self.sglang.requests]
         assert len(prompts) > 1
         for before, after in itertools.pairwise(prompts):
-            assert after[: len(before) + len(said)] == before + said
+            assert after[: len(before) + len(reply_ids)] == before + reply_ids
 
     def prompt_of(self, request: dict[str, Any]) -> str:
         return self.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
@@ -315,13 +315,13 @@ class Stage:
         self.end_session(key)
 
     def end_session(self, key: str) -> int:
-        """How many interactions it has."""
+        """End a session, and return its number of interactions."""
         reply = self.post("/rl/end_session", {}, key)
         assert reply.status_code == 200, reply.text
         return int(reply.json()["interaction_count"])
 
     def finish_ticket(self, ref: TicketRef, *session_ids: str) -> int:
-        """How many rows it has."""
+        """Finish a ticket, and return its number of rows."""
         reply = self.post("/rl/finish_ticket", FinishTicketRequest(ref, [*session_ids]))
         assert reply.status_code == 200, reply.text
         return int(reply.json()["rows"])

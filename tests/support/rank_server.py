@@ -25,7 +25,7 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class TaskExit:
-    """How the ranks of one scenario ended, and what they left."""
+    """Exit codes, reports and log of the ranks of one scenario."""
 
     codes: list[int]
     reports: list[dict[str, Any]]

@@ -53,22 +53,22 @@ from tests.support.recorded_run import TRAINER
 Scenario = dict[str, Any]
 
 KILL_GRACE_S = 20.0
-"""What srun --kill-on-bad-exit would do at once: others get the time to fail by themselves."""
+"""Grace before others are killed, as by srun --kill-on-bad-exit: they may fail by themselves."""
 FIRST_CONNECTION_S = 30.0
 POLL_S = 0.5
 
 
 def digests(policy: TrainedNetwork, optimizer: Any) -> dict[str, str]:
-    found = {name: tensor.detach() for name, tensor in policy.gpt.named_parameters()}
+    tensors_held = {name: tensor.detach() for name, tensor in policy.gpt.named_parameters()}
     for part_number, part in enumerate(optimizer.chained_optimizers):
         mains = [main for group in part.optimizer.param_groups for main in group["params"]]
         for number, main in enumerate(mains):
             tensors = {"main": main.detach(), **part.optimizer.state[main]}
-            found |= {f"{part_number}/{number}/{name}": t for name, t in tensors.items()}
+            tensors_held |= {f"{part_number}/{number}/{name}": t for name, t in tensors.items()}
     return {
         # As bytes: NumPy has no bfloat16.
         name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in found.items()
+        for name, tensor in tensors_held.items()
     }
 
 
@@ -105,11 +105,11 @@ def begin_training(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> 
 
 
 def state_of(learner: Learner) -> dict[str, str]:
-    found = digests(learner.policy, learner._optimizer)
+    state = digests(learner.policy, learner._optimizer)
     if learner._critic is not None:
         held = digests(*learner._critic.state)
-        found |= {f"critic.{name}": digest for name, digest in held.items()}
-    return found
+        state |= {f"critic.{name}": digest for name, digest in held.items()}
+    return state
 
 
 def moments_of(learner: Learner) -> list[dict[str, Any]]:
@@ -152,15 +152,15 @@ def fine_tune(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
 
 
 def inspect(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
-    """Whatever a function of a test module finds out: `module:function`."""
-    found: dict[str, Any] = load_function(scenario["inspect"])(scenario, paths)
-    return found
+    """Call a function of a test module, `module:function`, and return its findings."""
+    findings: dict[str, Any] = load_function(scenario["inspect"])(scenario, paths)
+    return findings
 
 
 def load_function(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded
 
 
 def be_rank(scenario: Scenario, rank: int) -> int:
@@ -187,8 +187,8 @@ def be_rank(scenario: Scenario, rank: int) -> int:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
         join_process_groups(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
         with report_first_failure():
-            found = act(scenario, paths)
-        report.write_text(json.dumps(found))
+            findings = act(scenario, paths)
+        report.write_text(json.dumps(findings))
         destroy_process_groups()
     except ArealError as error:
         traceback.print_exc()
@@ -197,8 +197,8 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     except SystemExit as leaving:
         return int(str(leaving.code))
     except AssertionError as error:
-        told = traceback.TracebackException.from_exception(error, capture_locals=True)
-        print("".join(told.format()))
+        failure = traceback.TracebackException.from_exception(error, capture_locals=True)
+        print("".join(failure.format()))
         return 1
     except BaseException:
         traceback.print_exc()

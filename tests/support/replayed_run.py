@@ -22,7 +22,7 @@ from tests.support.reference_models import by_checkpoint_name, hf_model
 from tests.support.thoroughness import choose
 
 STEPS = 5
-"""As many as most tests here train."""
+"""Number of steps that most tests here train."""
 LAYOUTS_OF_TWO: list[dict[str, int]] = choose(
     [{"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2}], {"cp": 2}, {"pp": 2}
 )
@@ -71,7 +71,7 @@ def check_layouts_agree(
     abs: float = 1e-6,  # noqa: A002  (as pytest.approx calls it)
     **settings: Any,
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Every layout finds what one rank finds; what both found, for each step.
+    """Check that every layout agrees with one rank; return the metrics of both, for each step.
 
     A layout is the sizes of its groups, and may name further settings of the trainer in `more`.
     """
@@ -80,10 +80,10 @@ def check_layouts_agree(
     for number, layout in enumerate(layouts):
         parallel = {name: size for name, size in layout.items() if name != "more"}
         own = settings | ({"more": layout["more"]} if "more" in layout else {})
-        found = train_copy(
+        actual = train_copy(
             ranks, source, folder / f"2-{number}", objective, parallel=parallel, **own
         )
-        for line, other in zip(found, expected, strict=True):
+        for line, other in zip(actual, expected, strict=True):
             for name in {*names} & other.keys():
                 same = pytest.approx(other[name], rel=rel, abs=abs)
                 assert line[name] == same, (layout, line["step"], name)
@@ -105,8 +105,8 @@ def check_killed_run_ends_alike(
     resumed = train_run(ranks, killed, *settings, **more)
     assert set(resumed.codes) == {0}, resumed.log
     assert resumed.reports[0]["began_at"] in (2, 4)
-    for one, other in zip(resumed.reports, expected.reports, strict=True):
-        assert one["digests"] == other["digests"]
+    for report, other in zip(resumed.reports, expected.reports, strict=True):
+        assert report["digests"] == other["digests"]
     return alone, killed, resumed.reports
 
 
@@ -117,7 +117,7 @@ def copy_for_mixture(source: Path, root: Path) -> Path:
     model.config.save_pretrained(folder)
     weights = by_checkpoint_name(model.state_dict())
     save_file(
-        {name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors"
+        {name: data.contiguous() for name, data in weights.items()}, folder / "model.safetensors"
     )
     return root
 

@@ -1,4 +1,4 @@
-"""What tests measured: files below benchmarks/results. Tables in Markdown."""
+"""Measurements of tests, in files below benchmarks/results, and tables in Markdown."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ RESULTS_DIR = CHECKOUT / "benchmarks" / "results"
 
 
 def read_results(name: str, nothing: Any) -> Any:
-    """What was measured so far; `nothing` if there is no such file."""
+    """Read the measurements so far; `nothing` if there is no such file."""
     path = RESULTS_DIR / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else nothing
 

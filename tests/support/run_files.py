@@ -1,4 +1,4 @@
-"""What the files of a run directory say of it while it works, and run directories in archives."""
+"""Readers of a run directory while the run works, and of run directories in archives."""
 
 import tarfile
 from pathlib import Path
@@ -21,7 +21,7 @@ def events_of(paths: RunPaths, name: str, since: float = 0.0) -> list[dict[str, 
 def published_weights(
     paths: RunPaths, since: float = 0.0
 ) -> list[tuple[float, WeightVersion, int]]:
-    """When which weights went to how many replicas."""
+    """List publications: time, version and number of replicas."""
     return [
         (row["time"], WeightVersion.parse(row["version"]), row["replicas"])
         for row in events_of(paths, "weights_published", since)
@@ -36,14 +36,14 @@ def trained_steps(paths: RunPaths) -> int:
 
 
 def logs_of(paths: RunPaths) -> str:
-    found = sorted(paths.logs_dir.glob("latest/*/*.log"))
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in found)
+    logs = sorted(paths.logs_dir.glob("latest/*/*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
     """Size and time of change of a folder and of everything below it, links not followed."""
-    found = ((path, path.lstat()) for path in (folder, *folder.rglob("*")))
-    return {path: (status.st_size, status.st_mtime_ns) for path, status in found}
+    statuses = ((path, path.lstat()) for path in (folder, *folder.rglob("*")))
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in statuses}
 
 
 def unpack_archive(file: Path, folder: Path) -> None:

@@ -33,14 +33,14 @@ class MadeUpTurn:
     is_named: bool = True
     """The reward names the reply; else it is the episode's."""
     during: tuple[float, float] | None = None
-    """When it was asked and answered; one turn after the other unless given."""
+    """Times of question and answer; one turn after the other unless given."""
 
     @property
     def sampling(self) -> bytes:
-        """What the engine was asked for; nothing where that was its default."""
-        asked = {"temperature": 0.0} if self.is_greedy else {}
-        asked |= {"top_p": self.top_p} if self.top_p < 1 else {}
-        return msgspec.json.encode(asked) if asked else b""
+        """Sampling parameters of the request; nothing where they are the engine's default."""
+        settings = {"temperature": 0.0} if self.is_greedy else {}
+        settings |= {"top_p": self.top_p} if self.top_p < 1 else {}
+        return msgspec.json.encode(settings) if settings else b""
 
 
 def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
@@ -50,8 +50,8 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
     for number, turn in enumerate(turns):
         parent = added[turn.parent] if 0 <= turn.parent < number else None
         asked_at, answered_at = turn.during or (2.0 * number, 2.0 * number + 1)
-        ids = [number * 10 + place for place in range(turn.tokens)]
-        one = Interaction(
+        ids = [number * 10 + position for position in range(turn.tokens)]
+        interaction = Interaction(
             interaction_id=f"reply-{number}",
             parent_id=parent.interaction_id if parent else None,
             reuse="none" if parent is None else "reused",
@@ -74,8 +74,8 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
             reward=turn.reward,
             is_reward_named=turn.is_named,
         )
-        tree.add(one)
-        added.append(one)
+        tree.add(interaction)
+        added.append(interaction)
     return tree
 
 

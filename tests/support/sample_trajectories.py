@@ -123,7 +123,7 @@ def trajectories(draw: st.DrawFn) -> TrajectoryRow:
         for own, sampled in zip(input_ids_T.tolist(), loss_mask_T.tolist(), strict=True)
     ]
     mask = SamplingMask(
-        np.array(list(map(len, kept)), "<u2"), np.array([one for ids in kept for one in ids], "<i4")
+        np.array(list(map(len, kept)), "<u2"), np.array([i for ids in kept for i in ids], "<i4")
     )
     versions_T = tokens(st.integers(0, 2**62), "<i8")
     return TrajectoryRow(

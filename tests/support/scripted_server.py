@@ -52,9 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--port", type=int)
     parser.add_argument("--model-path")
-    told, _ = parser.parse_known_args()
+    arguments, _ = parser.parse_known_args()
     consume_keys_file()
-    asyncio.run(serve(told.port, told.model_path))
+    asyncio.run(serve(arguments.port, arguments.model_path))
 
 
 if __name__ == "__main__":

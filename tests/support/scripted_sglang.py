@@ -48,7 +48,7 @@ class Script:
     output_ids: list[int] | None = None
     """Instead of the canonical encoding of `text`."""
     fault: str = ""
-    """What goes wrong: `hang_up`, `500`, `400`, `garbage`, `abort`, `late_hang_up:<pieces>`."""
+    """Fault of the answer: `hang_up`, `500`, `400`, `garbage`, `abort`, `late_hang_up:<pieces>`."""
     piece_tokens: int = 1
     """Tokens in each piece of a stream."""
     piece_delay_s: float = 0.0
@@ -59,7 +59,7 @@ class Script:
 TALKATIVE = Script("word " * 1000, piece_delay_s=0.02)
 """Whoever hangs up on it does so long before its end."""
 MUCH_CHARS = 1000
-"""It has said less when a hang-up reaches it, even on a machine that stops for seconds."""
+"""Bound on the text before a hang-up arrives, even on a machine that stops for seconds."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class ScriptedSGLang:
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     mixture: MixtureShape | None = None
-    """Whose experts it returns where a request asks for them."""
+    """Shape of the experts that it returns to requests that ask for them."""
     keys: list[str] = field(default_factory=list)
     """The authorization of each request, if it had one."""
     url: str = ""
@@ -118,8 +118,8 @@ class ScriptedSGLang:
                 request.transport.abort()
                 return web.Response()
             case "500" | "400" as status:
-                said = "boom" if status == "500" else "too warm"
-                return web.json_response({"error": {"message": said}}, status=int(status))
+                message = "boom" if status == "500" else "too warm"
+                return web.json_response({"error": {"message": message}}, status=int(status))
             case "garbage":
                 return web.Response(text="<html>")
         if body.get("stream"):
@@ -237,10 +237,12 @@ class ScriptedSGLang:
 
 def make_routes(token_ids: list[int], mixture: MixtureShape) -> npt.NDArray[np.uint8]:
     """Experts of tokens [t, layer, k], by their ids and places."""
-    places = np.arange(len(token_ids)) + np.array(token_ids)
+    positions = np.arange(len(token_ids)) + np.array(token_ids)
     layers, numbers = np.arange(mixture.layers)[:, None], np.arange(mixture.per_token)
-    found: npt.NDArray[np.int64] = (places[:, None, None] + 3 * layers + numbers) % mixture.experts
-    return found.astype(np.uint8)
+    routes: npt.NDArray[np.int64] = (
+        positions[:, None, None] + 3 * layers + numbers
+    ) % mixture.experts
+    return routes.astype(np.uint8)
 
 
 class StandIn:
@@ -318,7 +320,7 @@ class StandInLedger(StandIn):
         if request.path == "/settle":
             shards = msgspec.json.decode(body, type=SettleShardsRequest).shards
             tickets = read_sealed_tickets(RunPaths(self._directory.parent).shard_index_dir)
-            self.settled += [one for one in tickets if one.shard in shards]
+            self.settled += [ticket for ticket in tickets if ticket.shard in shards]
         else:
             self.dropped.append(msgspec.json.decode(body, type=DropTicketRequest))
         return web.Response(body=msgspec.json.encode(Acknowledged()))

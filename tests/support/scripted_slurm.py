@@ -38,8 +38,8 @@ class ScriptedSlurm:
     def list_running(self, *job_ids: str) -> None:
         """Have squeue know of these jobs that they run, and of no others."""
         row = "$id|RUNNING|None|n01|N/A|N/A|0|0|||"
-        asked = f'case ",${{@: -1}}," in *[=,]$id,*) echo "{row}";; esac'
-        self.answer("squeue", f"for id in {' '.join(job_ids)}; do {asked}; done")
+        query = f'case ",${{@: -1}}," in *[=,]$id,*) echo "{row}";; esac'
+        self.answer("squeue", f"for id in {' '.join(job_ids)}; do {query}; done")
 
     @property
     def state(self) -> str:

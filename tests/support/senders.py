@@ -116,9 +116,9 @@ class Senders:
 
 
 @contextmanager
-def sender_ranks(*place: Path, **settings: Any) -> Iterator[Senders]:
+def sender_ranks(*paths: Path, **settings: Any) -> Iterator[Senders]:
     """Two ranks, which end in order, with code 0."""
-    senders = Senders(*place, ranks=2, **settings)
+    senders = Senders(*paths, ranks=2, **settings)
     try:
         senders.await_ready()
         yield senders
@@ -155,7 +155,7 @@ def main() -> None:
     made: list[WeightSenders] = []
 
     def get_senders(file: str) -> WeightSenders:
-        """This rank's part, made with the first weights, whose parameters are those of all."""
+        """Return this rank's senders, made with the first weights: all have the same parameters."""
         if not made:
             specs = specs_of(load_file(file))
             made.append(WeightSenders(rank, ranks, specs, transport, gather_objects_on_first_rank))
@@ -178,13 +178,13 @@ def main() -> None:
         senders = get_senders(update.weights)
         report = senders.send(update.version, update.shares, parameters, probe)
         if publisher:
-            told = {
+            outcome = {
                 "ok": [key.cell_and_index for key in report.ok],
                 "failed": {key.cell: str(why) for key, why in report.failed.items()},
                 "shares": [[key.cell_and_index for key in share] for share in update.shares],
                 "ended_at": time.monotonic(),
             }
-            print(json.dumps(told), flush=True)
+            print(json.dumps(outcome), flush=True)
     (publisher or transport).close()
     if not list_native_calls():
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from areal_hpc.rundir.rendezvous import derive_bearer_key, generate_service_key
 
 SERVICE_KEY = generate_service_key()
 OTHER_SERVICE_KEY = generate_service_key()
-"""Of another run."""
+"""Service key of another run."""
 KeyDefect = Literal[
     "none",
     "missing",
@@ -27,7 +27,7 @@ _ODD_TEXTS = ("", "Bearer", "Bearer ", "Bearer " + "0" * 64, "Bearer " + "0" * 5
 
 
 def is_refused(status: str, defect: KeyDefect) -> bool:
-    """True if that is an answer to a key with that defect: it comes before all others."""
+    """Check that an answer refuses a key with that defect: it comes before all others."""
     if defect == "over plain HTTP":
         return status == "closed"
     return status == "401" or (defect == "odd text" and status == "400")  # it is none of HTTP
@@ -41,7 +41,7 @@ def spoil_authorization(
         case "missing":
             return None
         case "of another service":
-            return f"Bearer {chance.choice([one for one in keys_of_run if one != key])}"
+            return f"Bearer {chance.choice([other for other in keys_of_run if other != key])}"
         case "of another run":
             service = chance.choice(("ledger", "proxy-cell-0", "control-cell-0"))
             return f"Bearer {derive_bearer_key(OTHER_SERVICE_KEY, service)}"
@@ -50,9 +50,9 @@ def spoil_authorization(
         case "cut short":
             return f"Bearer {key[: -chance.randint(1, 60)]}"
         case "changed":
-            place = chance.randrange(len(key))
-            other = chance.choice(string.hexdigits.replace(key[place], ""))
-            return f"Bearer {key[:place]}{other}{key[place + 1 :]}"
+            position = chance.randrange(len(key))
+            other = chance.choice(string.hexdigits.replace(key[position], ""))
+            return f"Bearer {key[:position]}{other}{key[position + 1 :]}"
         case "upper case":
             return f"Bearer {key.upper()}"
         case "odd text":

@@ -27,7 +27,7 @@ from areal_hpc.trainer.step import (
 
 Device = Literal["cpu", "cuda"]
 MAX_TOKENS = 512
-"""Of one micro-batch: a few rows."""
+"""Token limit of one micro-batch: a few rows."""
 
 
 def init_single_rank_groups(device: Device) -> torch.device:
@@ -60,17 +60,17 @@ def make_training_row(
 
 def list_scored_logprobs(policy: TrainedNetwork, row: TrainingRow) -> list[float]:
     """Log-probabilities of the row's scored tokens, in order. For a lone rank."""
-    found: list[float] = []
+    logprobs: list[float] = []
 
     def note(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        found.extend(logprobs_N.tolist())
+        logprobs.extend(logprobs_N.tolist())
         return logprobs_N.sum(), LossStats()
 
     batches = make_micro_batches_of_this_rank(
         policy, [row], (), max(MAX_TOKENS, len(row.input_ids_T))
     )
     run_forward_backward(policy, batches, note, backward=False)
-    return found
+    return logprobs
 
 
 def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

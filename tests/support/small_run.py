@@ -52,7 +52,7 @@ LIGHT = (
     "train_dataset.generator=tests.support.sums:tasks",
     "valid_dataset.generator=tests.support.sums:tasks",
 )
-"""For a run that is not there to show what the quick start's agent does."""
+"""Settings of a run that is not there to show the quick start's agent."""
 
 
 def started_from(model: Path) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class SmallRun:
         self.environ: dict[str, str] = {}
         """Added to the environment of the command."""
         self.before: tuple[str, ...] = ()
-        """What the command stands below."""
+        """Words before the command."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def override(self, *overrides: str) -> None:
@@ -129,7 +129,7 @@ class SmallRun:
         wait_for(is_reached, timeout_s, self.said)
 
     def said(self) -> str:
-        """What the launcher printed, and the end of every log of the newest attempt."""
+        """Collect the launcher's output, and the end of every log of the newest attempt."""
         return f"{self.log.read_text(errors='replace')}\n{logs_of(self.paths)}"
 
     def audited(self) -> str:
@@ -141,7 +141,7 @@ class SmallRun:
 
 def processes_of(run_dir: Path) -> list[str]:
     """Command lines of live processes that, or whose environment, mention the run directory."""
-    return [" ".join(command_of(one)) for one in find_processes(run_dir, in_environment=True)]
+    return [" ".join(command_of(p)) for p in find_processes(run_dir, in_environment=True)]
 
 
 def kill_all(launcher: subprocess.Popen[bytes] | subprocess.Popen[str], run_dir: Path) -> None:

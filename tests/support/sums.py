@@ -17,10 +17,10 @@ def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
         yield {"messages": [message], "answer": str(sum(numbers))}
 
 
-def is_right(said: str, task: dict[str, Any]) -> bool:
-    """True if the number after the last `Answer:` is the sum."""
+def is_right(text: str, task: dict[str, Any]) -> bool:
+    """Check that the number after the last `Answer:` is the sum."""
     answer: str = task["answer"]
-    return said.rpartition("Answer:")[2].strip() == answer
+    return text.rpartition("Answer:")[2].strip() == answer
 
 
 class SumAgent:

@@ -74,15 +74,15 @@ SCENES: dict[str, list[Message]] = {
 
 @dataclass(frozen=True)
 class PlayedTurn:
-    """What one request of a conversation came to, beginning with the second."""
+    """Result of one request of a conversation, beginning with the second."""
 
     is_spliced: bool
     lost: Sequence[str]
     """Contents of new messages that the model does not read."""
     is_closed_twice: bool
-    """What ended the reply before stands there again."""
+    """The end of the reply before stands there again."""
     outcome: Outcome
-    """How the prompt compares with the rendering of the whole conversation."""
+    """Comparison of the prompt with the rendering of the whole conversation."""
 
 
 @cache
@@ -99,7 +99,7 @@ def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[Playe
     tree = InteractionTree()
     uses_tools = any(message["role"] == "tool" for message in scene)
     tools = TOOLS if uses_tools else None
-    read = said = ""
+    read = reply = ""
     replies = [i for i, message in enumerate(scene) if message["role"] == "assistant"]
     for end in [*replies, len(scene)]:
         messages = [*scene[:end]]
@@ -111,21 +111,21 @@ def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[Playe
             rendering = template.render_prompt(messages, tools=tools)
         except ChatTemplateError:  # such as parallel calls in a history
             rendering = None
-        if said:
-            turn_end = _find_turn_end(template, said)
+        if reply:
+            turn_end = _find_turn_end(template, reply)
             yield PlayedTurn(
                 is_spliced=turn.parent is not None,
-                lost=[one["content"] for one in turn.new_messages if one["content"] not in new],
+                lost=[m["content"] for m in turn.new_messages if m["content"] not in new],
                 is_closed_twice=bool(turn_end) and new.startswith(turn_end),
                 outcome=_compare(prompt, read, new, rendering, turn_end),
             )
         if end < len(scene):
-            said = _write_reply(template, messages, scene[end], tools)
+            reply = _write_reply(template, messages, scene[end], tools)
             _add_reply(tree, turn.parent, turn.context, turn.new_messages, new_ids, scene[end])
             last = tree.last_completed
-            last.output_ids = pack_ids(encoder.encode(said))
+            last.output_ids = pack_ids(encoder.encode(reply))
             last.logprobs, last.spans = b"\0" * len(last.output_ids), [VersionSpan(0, 0, 1)]
-            read = prompt + said
+            read = prompt + reply
 
 
 def _compare(prompt: str, read: str, new: str, rendering: str | None, turn_end: str) -> Outcome:
@@ -138,10 +138,10 @@ def _compare(prompt: str, read: str, new: str, rendering: str | None, turn_end: 
     return "other" if rendering.startswith(read.removesuffix(turn_end)) else "rewritten"
 
 
-def _find_turn_end(template: ChatTemplate, said: str) -> str:
+def _find_turn_end(template: ChatTemplate, reply: str) -> str:
     """The mark that a reply ends with, as it stands within a conversation."""
-    last = _MARK_PATTERN.findall(said)[-1:]
-    if not (last and said.endswith(last[0])):
+    last = _MARK_PATTERN.findall(reply)[-1:]
+    if not (last and reply.endswith(last[0])):
         return ""
     at_the_end, within = template.changing_turn_end
     return within if at_the_end == last[0] else last[0]
@@ -150,7 +150,7 @@ def _find_turn_end(template: ChatTemplate, said: str) -> str:
 def _write_reply(
     template: ChatTemplate, messages: Sequence[Message], reply: Message, tools: Any
 ) -> str:
-    """How the template writes a reply; of parallel calls that it refuses, one after the other."""
+    """Write a reply by the template; of parallel calls that it refuses, one after the other."""
     try:
         prompt = template.render_prompt(messages, tools=tools)
         written = template.render_prompt([*messages, reply], tools=tools, opens_reply=False)
@@ -158,8 +158,8 @@ def _write_reply(
         calls = reply.get("tool_calls") or [None]
         if messages == [_ASKED] and len(calls) == 1:
             raise
-        alone = [{**reply, "tool_calls": [one]} if one else reply for one in calls]
-        parts = [_write_reply(template, [_ASKED], one, tools) for one in alone]
+        alone = [{**reply, "tool_calls": [call]} if call else reply for call in calls]
+        parts = [_write_reply(template, [_ASKED], message, tools) for message in alone]
         end = _MARK_PATTERN.findall(parts[-1])[-1]
         return ";".join(part.removesuffix(end) for part in parts) + str(end)
     shared = (i for i, pair in enumerate(zip(prompt, written, strict=False)) if len({*pair}) > 1)

@@ -1,4 +1,4 @@
-"""How much of a matrix a run goes through: representatives, or in the thorough profile all of it.
+"""Choice of a matrix's cases: representatives, or in the thorough profile all of it.
 
 `make nightly` runs the tests with HYPOTHESIS_PROFILE=thorough.
 """
@@ -17,5 +17,5 @@ def is_thorough() -> bool:
 def choose(every: Iterable[T], *representatives: T) -> list[T]:
     """All cases in the thorough profile, else those that stand for them."""
     cases = list(every)
-    assert all(one in cases for one in representatives)
+    assert all(case in cases for case in representatives)
     return cases if is_thorough() else list(representatives)

@@ -60,11 +60,11 @@ class ToyTask:
     teacher: Array | None = None
     """The policy that it is drawn to, likewise."""
     penalty: float = 0.0
-    """What the divergence from either costs."""
+    """Cost of the divergence from either."""
     critic: Array | None = None
-    """What a critic says in each context."""
+    """Values of a critic in each context."""
     settings: ExportSettings = field(default_factory=ExportSettings)
-    """How episodes become rows."""
+    """Settings by which episodes become rows."""
 
     @cached_property
     def truth(self) -> Array:
@@ -75,9 +75,9 @@ class ToyTask:
             gaps = compute_logprobs(self.policy) - compute_logprobs(near)
             costs = self.penalty * gaps * self.trained
         truth = np.zeros_like(self.policy)
-        for one, chance in zip(self.episodes, self.target, strict=True):
-            earned = one.reward - sum(costs[choice] for choice in one.choices)
-            for choice in one.choices:
+        for episode, chance in zip(self.episodes, self.target, strict=True):
+            earned = episode.reward - sum(costs[choice] for choice in episode.choices)
+            for choice in episode.choices:
                 truth += chance * earned * score(self.policy, choice)
         return np.asarray(truth * self.trained)
 
@@ -101,7 +101,7 @@ def get_context(history: Sequence[int]) -> int:
 def list_linear_episodes(seed: int, kind: str) -> list[ToyEpisode]:
     """Conversations, with a reward at the end, or with `turn` one for each reply."""
     generator = np.random.default_rng(seed + 1000)
-    found = []
+    episodes = []
     for length in range(1, MAX_TURNS + 1):
         for tokens in itertools.product(range(VOCAB), repeat=length):
             ended = tokens[-1] == END or length == MAX_TURNS
@@ -115,11 +115,11 @@ def list_linear_episodes(seed: int, kind: str) -> list[ToyEpisode]:
                 "skewed": float(20.0 if generator.random() < 0.1 else generator.random()),
                 "turn": 0.0,
             }[kind]
-            found.append(make_episode(choices, rewards))
+            episodes.append(make_episode(choices, rewards))
     if kind == "turn":
         earned = generator.random((CONTEXTS, VOCAB))
-        found = [make_episode(one.choices, [earned[c] for c in one.choices]) for one in found]
-    return found
+        episodes = [make_episode(old.choices, [earned[c] for c in old.choices]) for old in episodes]
+    return episodes
 
 
 def make_episode(
@@ -151,7 +151,7 @@ AGENTS: dict[str, list[tuple[int, tuple[float, float]]]] = {
     "a vote": [(NOBODY, (0, 1)), (NOBODY, (2, 3)), (NOBODY, (4, 5))],
     "a title that ends last": [(NOBODY, (0, 1)), (0, (2, 3)), (NOBODY, (2.5, 3.5))],
 }
-"""Of each reply the one that it extends, and its time."""
+"""Replies as pairs of the reply that each extends, and its time."""
 
 
 def list_agents_episodes(seed: int, agent: str, named: int | None = None) -> list[ToyEpisode]:
@@ -163,7 +163,7 @@ def list_agents_episodes(seed: int, agent: str, named: int | None = None) -> lis
     if "title" in agent:
         judge = np.broadcast_to(judge[:, :, :1], judge.shape)
     rewarded = MAX_TURNS - 1 if named is None else named
-    found = []
+    episodes = []
     for tokens in itertools.product(range(VOCAB), repeat=MAX_TURNS):
         first, second, _ = tokens
         contexts = (0, 1 + first % 3, 4 + 3 * (first % 3) + second % 3)
@@ -179,8 +179,8 @@ def list_agents_episodes(seed: int, agent: str, named: int | None = None) -> lis
             )
             for number, (parent, during) in enumerate(AGENTS[agent])
         )
-        found.append(ToyEpisode(tuple(zip(contexts, tokens, strict=True)), turns))
-    return found
+        episodes.append(ToyEpisode(tuple(zip(contexts, tokens, strict=True)), turns))
+    return episodes
 
 
 def make_task(
@@ -193,7 +193,7 @@ def make_task(
 
     The run is after the mean reward, a failure earning 0.
     """
-    chances = count_chances(episodes, policy) * [success(one) for one in episodes]
+    chances = count_chances(episodes, policy) * [success(episode) for episode in episodes]
     sampled = chances / chances.sum()
     return ToyTask(
         episodes, policy, sampled, policy, chances, lambda group: iter([(group, 1.0)]), n
@@ -201,7 +201,7 @@ def make_task(
 
 
 def count_chances(episodes: Sequence[ToyEpisode], policy: Array) -> Array:
-    return np.array([math.prod(policy[choice] for choice in one.choices) for one in episodes])
+    return np.array([math.prod(policy[choice] for choice in own.choices) for own in episodes])
 
 
 def compute_logprobs(policy: Array) -> Array:
@@ -216,14 +216,14 @@ def disturb(policy: Array, sigma: float, seed: int) -> Array:
 
 
 def compute_values(task: ToyTask, credit: str = "turn") -> Array:
-    """What episodes that are sampled earn in the mean where they come through each context.
+    """Compute the mean earnings of sampled episodes that come through each context.
 
     With `turn` the rest of a conversation from there on, with `episode` all of its rewards.
     """
     chances, earned = np.zeros(CONTEXTS), np.zeros(CONTEXTS)
-    for one, chance in zip(task.episodes, task.sampled, strict=True):
-        for place, (context, _) in enumerate(one.choices):
-            turns = one.turns[place:] if credit == "turn" else one.turns
+    for episode, chance in zip(task.episodes, task.sampled, strict=True):
+        for index, (context, _) in enumerate(episode.choices):
+            turns = episode.turns[index:] if credit == "turn" else episode.turns
             chances[context] += chance
             earned[context] += chance * math.fsum(turn.reward or 0.0 for turn in turns)
     return np.asarray(earned / np.where(chances > 0, chances, 1.0))
@@ -265,18 +265,18 @@ def take_likely(policy: Array, top_p: float, contexts: slice) -> Array:
 
 def record_turns(task: ToyTask, turns: Sequence[int], **recorded: Any) -> ToyTask:
     """The task with what a proxy records of how the replies of these numbers were sampled."""
-    found = []
-    for one in task.episodes:
-        changed = [replace(t, **recorded) if i in turns else t for i, t in enumerate(one.turns)]
-        found.append(replace(one, turns=tuple(changed)))
-    return replace(task, episodes=found)
+    episodes = []
+    for episode in task.episodes:
+        changed = [replace(t, **recorded) if i in turns else t for i, t in enumerate(episode.turns)]
+        episodes.append(replace(episode, turns=tuple(changed)))
+    return replace(task, episodes=episodes)
 
 
 def train_failures(task: ToyTask, success: Callable[[ToyEpisode], float]) -> ToyTask:
     """`failed_episodes={reward: 0}`: groups of which all failed are dropped."""
-    succeeds = np.array([success(one) for one in task.episodes])
+    succeeds = np.array([success(episode) for episode in task.episodes])
     chances, first = count_chances(task.episodes, task.policy), len(task.episodes)
-    failed = [make_episode(one.choices, [0.0] * len(one.choices)) for one in task.episodes]
+    failed = [make_episode(old.choices, [0.0] * len(old.choices)) for old in task.episodes]
 
     def keep(group: Sequence[int]) -> Iterator[tuple[Sequence[int], float]]:
         if min(group) < first:
@@ -293,12 +293,12 @@ def train_failures(task: ToyTask, success: Callable[[ToyEpisode], float]) -> Toy
 
 def keep_those_that_succeed(task: ToyTask, success: Callable[[ToyEpisode], float]) -> ToyTask:
     """`min_samples=2` of 3 without repetition: groups of which less are left are dropped."""
-    succeeds = [success(one) for one in task.episodes]
+    succeeds = [success(episode) for episode in task.episodes]
     chances = count_chances(task.episodes, task.policy) * succeeds
     failed = len(task.episodes)
 
     def keep(group: Sequence[int]) -> Iterator[tuple[Sequence[int], float]]:
-        left = [one for one in group if one != failed]
+        left = [number for number in group if number != failed]
         if len(left) >= 2:
             yield left, 1.0
 
@@ -314,11 +314,11 @@ def keep_those_that_succeed(task: ToyTask, success: Callable[[ToyEpisode], float
 
 def score(policy: Array, choice: tuple[int, int]) -> Array:
     """The gradient of a choice's log-probability by the logits."""
-    found = np.zeros_like(policy)
+    gradient = np.zeros_like(policy)
     context, token = choice
-    found[context] = -policy[context]
-    found[context, token] += 1
-    return found
+    gradient[context] = -policy[context]
+    gradient[context, token] += 1
+    return gradient
 
 
 def keep_unequal(task: ToyTask) -> ToyTask:
@@ -326,7 +326,7 @@ def keep_unequal(task: ToyTask) -> ToyTask:
 
     def keep(group: Sequence[int]) -> Iterator[tuple[Sequence[int], float]]:
         for kept, share in task.keep(group):
-            if len({task.episodes[one].reward for one in kept}) > 1:
+            if len({task.episodes[number].reward for number in kept}) > 1:
                 yield kept, share
 
     return replace(task, keep=keep)
@@ -336,9 +336,9 @@ def keep_shortest(task: ToyTask) -> ToyTask:
     """`extra_samples=1`: one more is begun, and a longest one is given up."""
 
     def keep(group: Sequence[int]) -> Iterator[tuple[Sequence[int], float]]:
-        lengths = [len(task.episodes[one].choices) for one in group]
-        last = [place for place, length in enumerate(lengths) if length == max(lengths)]
-        for place in last:
-            yield [*group[:place], *group[place + 1 :]], 1 / len(last)
+        lengths = [len(task.episodes[number].choices) for number in group]
+        last = [index for index, length in enumerate(lengths) if length == max(lengths)]
+        for index in last:
+            yield [*group[:index], *group[index + 1 :]], 1 / len(last)
 
     return replace(task, keep=keep, begun=task.begun + 1)

@@ -32,7 +32,7 @@ POLL_S = 0.1
 
 @dataclass
 class Trap:
-    """What happens when the `nth` call of `route` for a replica arrives at a gate."""
+    """Action at the `nth` call of `route` for a replica that arrives at a gate."""
 
     route: str
     nth: int
@@ -128,7 +128,7 @@ class Reader:
     cell: Cell
     index: int
     models: dict[str, Qwen3ForCausalLM]
-    """What each version's weights are."""
+    """Model of each version's weights."""
     wrong: list[str] = field(default_factory=list)
     """Tokens whose log-probability is not that of the version they are stamped with."""
     answered: list[tuple[float, str]] = field(default_factory=list)

@@ -34,20 +34,20 @@ def await_endpoint(
     process: subprocess.Popen[bytes] | None = None,
 ) -> ServiceEndpoint:
     """The endpoint of a service once it is published, by `process` if that is said."""
-    found: list[ServiceEndpoint] = []
+    endpoints: list[ServiceEndpoint] = []
 
     def is_published() -> bool:
         assert process is None or process.poll() is None, f"{service} ended at its start"
         endpoint = find_endpoint(directory, service)
-        found.extend([endpoint] if endpoint else [])
-        return bool(found)
+        endpoints.extend([endpoint] if endpoint else [])
+        return bool(endpoints)
 
     wait_for(is_published, within_s, lambda: service)
-    return found[0]
+    return endpoints[0]
 
 
 def communicate(process: subprocess.Popen[str], within_s: float | None = 60.0) -> tuple[str, str]:
-    """What a program writes until it ends; one that does not end in time is killed.
+    """Read a program's output until it ends; kill it if it does not end in time.
 
     Raises:
         subprocess.TimeoutExpired: It was.
@@ -67,7 +67,7 @@ def communicate(process: subprocess.Popen[str], within_s: float | None = 60.0) -
 
 
 def read_until(client: socket.socket, end: bytes) -> bytes:
-    """What has come, up to `end`."""
+    """Receive up to `end`."""
     received = b""
     while not received.endswith(end):
         block = client.recv(1 << 16)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # its import takes senders and relays two of three seconds
 
 AWAIT_S = 20.0
 WITHOUT_MODEL = Probe([3, 4, 5], [0.0, 0.0])
-"""What replicas that have no model say: they make up weights and log-probabilities."""
+"""Probe of replicas that have no model: they make up weights and log-probabilities."""
 SCORE_WITHOUT_MODEL = {
     "meta_info": {"input_token_logprobs": [[None, 3, None], *[[0.0, 4, None]] * 2]}
 }
@@ -43,7 +43,7 @@ def probe_of(model: PreTrainedModel) -> Probe:
 
 def save_update(model: PreTrainedModel, path: Path) -> None:
     """Write what a sender in another process publishes: a model's weights and its probe."""
-    save_file({name: one.clone() for name, one in model.state_dict().items()}, path)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, path)
     path.with_suffix(".probe").write_bytes(msgspec.json.encode(probe_of(model)))
 
 

@@ -1,1 +1,1 @@
-"""What a hostile program tries in the sandbox of an agent, and the agent whose tool it is."""
+"""Attacks of a hostile program in the sandbox of an agent, and the agent whose tool it is."""

@@ -43,13 +43,13 @@ SANDBOX = {
     "warm": 1,
 }
 HIGHEST_PID_INSIDE = 300
-"""Of processes that a sandbox has while an attack looks at others'."""
+"""Highest id of processes that a sandbox has while an attack looks at others'."""
 OUTLASTED = ("15 stubborn process",)
 CUT_OFF = ("21 output",)
 
 
 def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
-    """Every attack; `seed` and `terms` are those of other generators."""
+    """List every attack; `seed` and `terms` are those of other generators."""
     for number in range(size):
         name = [*tool.ATTACKS][number % len(tool.ATTACKS)]
         yield {"messages": [{"role": "user", "content": f"{number} ="}], "attack": name}
@@ -81,8 +81,8 @@ class Hostile:
         try:
             words = ["python3", f"{sandbox.folder}/tool.py", name]
             timeout_s = OUTLASTED_TIMEOUT_S if name in OUTLASTED else COMMAND_TIMEOUT_S
-            told = await sandbox.exec(words, stdin=facts, timeout_s=timeout_s)
-            broke, held = self._judge(name, told)
+            result = await sandbox.exec(words, stdin=facts, timeout_s=timeout_s)
+            broke, held = self._judge(name, result)
             broke += await self._read_results(name, sandbox)
         except SandboxLostError as error:
             held = [f"the sandbox ended: {error}".partition(" while it ran")[0]]
@@ -94,31 +94,31 @@ class Hostile:
         self._tell(name, broke=broke, held=held, seconds=round(time.monotonic() - began, 2))
         asyncio.get_running_loop().call_later(DAEMON_GONE_AFTER_S, self._look_for, name, daemon)
 
-    def _judge(self, name: str, told: CommandResult) -> tuple[list[str], list[str]]:
-        lines = told.stdout.decode(errors="replace").splitlines()
-        broke = [one.removeprefix("BROKE ") for one in lines if one.startswith("BROKE ")]
-        held = [one.removeprefix("HELD ") for one in lines if one.startswith("HELD ")]
+    def _judge(self, name: str, result: CommandResult) -> tuple[list[str], list[str]]:
+        lines = result.stdout.decode(errors="replace").splitlines()
+        broke = [line.removeprefix("BROKE ") for line in lines if line.startswith("BROKE ")]
+        held = [line.removeprefix("HELD ") for line in lines if line.startswith("HELD ")]
         if name in CUT_OFF:
-            return ([], ["killed at its limit"]) if told.is_cut_off else (["endless output"], [])
-        if told.timed_out and name not in OUTLASTED:
+            return ([], ["killed at its limit"]) if result.is_cut_off else (["endless output"], [])
+        if result.timed_out and name not in OUTLASTED:
             broke.append(f"nothing is known of it: it took longer than {COMMAND_TIMEOUT_S:.0f} s")
-        elif told.timed_out:
+        elif result.timed_out:
             held.append("killed at its time limit")
         elif name in OUTLASTED:
             broke.append("it was not killed")
-        elif told.exit_code != 0:
-            broke.append(f"the attack itself failed: {told.stderr.decode()[-500:]}")
+        elif result.exit_code != 0:
+            broke.append(f"the attack itself failed: {result.stderr.decode()[-500:]}")
         return broke, held
 
     async def _read_results(self, name: str, sandbox: Sandbox) -> list[str]:
-        """What is wrong with results that were replaced by something else."""
+        """List results that the attack has replaced by something else and that were read."""
         if not name.startswith("20"):
             return []
         broke = []
         for kind in ("pipe", "link", "endless", "folder", "device"):
             try:
-                found = await asyncio.wait_for(sandbox.get(f"result-{kind}"), scaled(20))
-                broke.append(f"result-{kind} was read: {found[:20]!r}")
+                content = await asyncio.wait_for(sandbox.get(f"result-{kind}"), scaled(20))
+                broke.append(f"result-{kind} was read: {content[:20]!r}")
             except OSError:
                 continue
         return broke
@@ -134,9 +134,9 @@ class Hostile:
         left = [pid for pid in tool.processes() if _is(pid, daemon)]
         self._tell(f"{name}: later", broke=[f"{pid} lives" for pid in left], held=[], seconds=0)
 
-    def _tell(self, name: str, **found: Any) -> None:
+    def _tell(self, name: str, **figures: Any) -> None:
         with self._note.open("a") as file:
-            file.write(json.dumps({"attack": name, **found}) + "\n")
+            file.write(json.dumps({"attack": name, **figures}) + "\n")
 
     def _host_folders(self) -> list[Path]:
         return [self._paths.root, self._home, self._paths.shards_dir, self._paths.rendezvous_dir]
@@ -144,10 +144,10 @@ class Hostile:
     def _find_planted(self) -> list[str]:
         folders = [*self._host_folders(), CHECKOUT, *_package_folders(), Path("/usr/lib")]
         folders += [Path("/etc"), Path("/tmp"), Path("/dev/shm")]
-        found = [str(one) for folder in folders for one in folder.glob(f"*{tool.PLANTED}*")]
-        found += [str(one) for one in self._home.rglob("*") if one.name != KEPT]
+        planted = [str(path) for folder in folders for path in folder.glob(f"*{tool.PLANTED}*")]
+        planted += [str(path) for path in self._home.rglob("*") if path.name != KEPT]
         kept = [folder / KEPT for folder in self._host_folders()]
-        return found + [f"{one} is gone" for one in kept if not one.exists()]
+        return planted + [f"{path} is gone" for path in kept if not path.exists()]
 
     def _collect_facts(self, daemon: str) -> Mapping[str, Any]:
         paths = self._paths
@@ -165,7 +165,7 @@ class Hostile:
                 *map(str, (paths.metrics, paths.events, paths.shards_dir, paths.manifests_dir)),
                 *map(str, Path("/tmp").glob("areal_hpc-*")),
             ],
-            "host_folders": [str(one) for one in (*self._host_folders(), CHECKOUT)],
+            "host_folders": [str(folder) for folder in (*self._host_folders(), CHECKOUT)],
             "kept": KEPT,
             "answers": [str(paths.dataset("train")), str(CHECKOUT / "areal_hpc/reward/code.py")],
             "addresses": [
@@ -193,12 +193,12 @@ class Hostile:
         if not self._listeners:
             self._listeners = [socket.create_server(("127.0.0.1", 0))]
             self._listeners += [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
-            for place, listener in zip(
+            for address, listener in zip(
                 (self._home.parent / "socket", f"\0areal-abstract-{os.getpid()}"),
                 self._listeners[1:],
                 strict=True,
             ):
-                listener.bind(str(place))
+                listener.bind(str(address))
                 listener.listen()
             (self._home.parent / "socket").chmod(0o777)
         return int(self._listeners[0].getsockname()[1])
@@ -232,8 +232,8 @@ def _list_addresses(rendezvous_dir: Path) -> Iterator[tuple[str, int]]:
     """The services of the run, SGLang's own ports among them."""
     for path in rendezvous_dir.glob("*.json"):
         with contextlib.suppress(KeyError, ValueError):
-            place = json.loads(path.read_bytes())["url"].rpartition("/")[2]
-            host, _, port = place.partition(":")
+            address = json.loads(path.read_bytes())["url"].rpartition("/")[2]
+            host, _, port = address.partition(":")
             yield host, int(port)
     listening = subprocess.run(["ss", "-Htln"], capture_output=True, text=True, check=False)
     for line in listening.stdout.splitlines():
@@ -243,7 +243,7 @@ def _list_addresses(rendezvous_dir: Path) -> Iterator[tuple[str, int]]:
 
 
 def _list_targets(run_dir: str) -> list[int]:
-    """This process, others of the run, and those of Slurm that started it.
+    """List this process, others of the run, and those of Slurm that started it.
 
     Sandboxes give low numbers to processes of their own.
     """

@@ -38,7 +38,7 @@ def render_curve() -> str:
     )
     for number, (name, color) in enumerate(COLORS.items()):
         rewards = runs[name]["eval_reward"].items()
-        points = " ".join(f"{_place_step(int(at))},{_place_reward(one)}" for at, one in rewards)
+        points = " ".join(f"{_place_step(int(at))},{_place_reward(mean)}" for at, mean in rewards)
         y = 180 + 20 * number
         parts += [
             f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>',

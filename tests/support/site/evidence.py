@@ -61,9 +61,9 @@ def render_soak() -> str:
 
 def render_rank_kills() -> str:
     rows = [
-        (place, f"{statistics.median(found):g}", f"{min(found):g} to {max(found):g}")
-        for place, found in read_results("rank_kill", {}).items()
-        if not place.startswith("before")
+        (point, f"{statistics.median(seconds):g}", f"{min(seconds):g} to {max(seconds):g}")
+        for point, seconds in read_results("rank_kill", {}).items()
+        if not point.startswith("before")
     ]
     header = ("ranks start again", "median seconds to the next step", "from the least to the most")
     return markdown(header, rows)
@@ -91,15 +91,15 @@ def render_slurm_events() -> str:
 
 
 def describe_slurm_event(event: Row) -> tuple[str, str]:
-    """What was seen of an event, and how long it took until all was as before."""
-    said = [f"`status`: {event['status']}"] if "status" in event else []
+    """Describe the output of commands at an event, and the time until all was as before."""
+    parts = [f"`status`: {event['status']}"] if "status" in event else []
     if "restarts" in event:
-        said.append(f"restart {event['restarts']} of the same job")
+        parts.append(f"restart {event['restarts']} of the same job")
     for key, unit in (("steps_lost", "lost"), ("steps_meanwhile", "trained meanwhile")):
         if key in event:
-            said.append(f"{event[key]} step{'s' * (event[key] != 1)} {unit}")
+            parts.append(f"{event[key]} step{'s' * (event[key] != 1)} {unit}")
     _, _, untrained = event["audit"].partition(" ")
-    happened = "; ".join([*said, f"audit: {untrained}"]).replace("|", "\\|")
+    happened = "; ".join([*parts, f"audit: {untrained}"]).replace("|", "\\|")
     if event["recovery_s"] is None:
         return happened, "goes on without it"
     recovery = f"{event['recovery_s']:.0f} s"
@@ -119,23 +119,25 @@ def render_submissions() -> str:
         )
         kinds["gave up before the first job, exit code 75" if row["repeated"] else did].append(row)
     lines = []
-    for kind, found in {**kinds, "all": rows}.items():
-        took_s = [row["seconds"] for row in found]
-        unknown = sum(row["orphans"] for row in found)
-        lines.append((kind, len(found), f"{statistics.median(took_s):.1f}", max(took_s), unknown))
+    for kind, own in {**kinds, "all": rows}.items():
+        took_s = [row["seconds"] for row in own]
+        unknown = sum(row["orphans"] for row in own)
+        lines.append((kind, len(own), f"{statistics.median(took_s):.1f}", max(took_s), unknown))
     header = ("what `submit` did", "times", "median seconds", "most seconds", "unknown jobs")
     return markdown(header, lines)
 
 
 def render_attacks() -> str:
-    """Each attack: what stopped it in every sandbox, and what it did without one wall."""
+    """Render each attack: its wall in every sandbox, and its result without that wall."""
     walls = read_results("walls", {})
     said_by_place = read_results("isolation", {})
     rows = []
-    for attack in sorted(walls, key=lambda one: (int(one.split()[0]), one)):
-        said = [found[attack] or NOT_THERE for found in said_by_place.values() if attack in found]
-        said = [re.sub(r"\d+ (?=forks|threads|MiB|files|folders)", "so many ", one) for one in said]
-        stopped = dict.fromkeys(one.replace("the sandbox is gone ", "") for one in said)
+    for attack in sorted(walls, key=lambda name: (int(name.split()[0]), name)):
+        words = [stops[attack] or NOT_THERE for stops in said_by_place.values() if attack in stops]
+        words = [
+            re.sub(r"\d+ (?=forks|threads|MiB|files|folders)", "so many ", how) for how in words
+        ]
+        stopped = dict.fromkeys(stop.replace("the sandbox is gone ", "") for stop in words)
         rows.append((attack, " / ".join(stopped), walls[attack]["wall"], walls[attack]["without"]))
     header = ("attack", "in a sandbox", "a wall that was taken away", "what it told then")
     return markdown(header, rows)
@@ -144,9 +146,9 @@ def render_attacks() -> str:
 def render_bias() -> str:
     cosines = {
         scenario: {
-            name: f"{statistics.median(found):.2f}/{min(found):.2f}"
+            name: f"{statistics.median(cosines):.2f}/{min(cosines):.2f}"
             for name, seeds in row.items()
-            for found in [[cosine for cosine, _ in seeds]]
+            for cosines in [[cosine for cosine, _ in seeds]]
         }
         for scenario, row in read_results("bias", {}).items()
     }
@@ -154,13 +156,13 @@ def render_bias() -> str:
 
 
 def render_agreements() -> str:
-    """By family, the largest gaps of any layout."""
+    """Render the largest gaps of any layout, by family."""
     header = ("family", "layouts", "log-probs", "gradients", "norm")
     return _render_largest(read_results("parity", {})["agreements"], header)
 
 
 def render_resumes() -> str:
-    """By pair of layouts, the largest gaps of any family."""
+    """Render the largest gaps of any family, by pair of layouts."""
     rows = [
         {**row, "layouts": f"{row['saved under']} to {row['resumed under']}"}
         for row in read_results("parity", {})["resumes"]
@@ -170,16 +172,16 @@ def render_resumes() -> str:
 
 def _render_largest(rows: Iterable[Row], header: tuple[str, ...]) -> str:
     """A line for rows whose first column is the same: its second column listed, then maxima."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    largest: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row[header[0]]].append(row)
+        largest[row[header[0]]].append(row)
     lines = [
         (
             first,
             ", ".join(row[header[1].removesuffix("s")] for row in alike),
             *(f"{max(row[name] for row in alike):.1e}" for name in header[2:]),
         )
-        for first, alike in found.items()
+        for first, alike in largest.items()
     ]
     return markdown(header, lines)
 
@@ -216,5 +218,5 @@ def render_oracles() -> str:
 
 def render_templates() -> str:
     rows = read_results("chat_templates", [])
-    names_by_outcomes = [(", ".join(f"`{one}`" for one in row["templates"]), row) for row in rows]
+    names_by_outcomes = [(", ".join(f"`{name}`" for name in row["templates"]), row) for row in rows]
     return matrix("templates", {names: row["scenes"] for names, row in names_by_outcomes})

@@ -44,8 +44,8 @@ def find_linked_file(page: PurePosixPath, target: str) -> PurePosixPath | None:
 class Site:
     def __init__(self) -> None:
         self._waiting = [
-            PurePosixPath(one.relative_to(CHECKOUT).as_posix())
-            for one in [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.*"))]
+            PurePosixPath(path.relative_to(CHECKOUT).as_posix())
+            for path in [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.*"))]
         ]
         self._written: set[PurePosixPath] = set()
 

@@ -23,24 +23,24 @@ from tests.support.site import evidence
 
 
 def _render_dialects() -> str:
-    forms = {path: one.request for path, one in DIALECT_BY_ROUTE.items()}
+    forms = {path: dialect.request for path, dialect in DIALECT_BY_ROUTE.items()}
     return parameter_table.render_parameter_table(forms)
 
 
 def _render_harnesses() -> str:
     rows = []
-    for name, one in HARNESSES.items():
-        needs = f"needs Python {one.python_version}" if one.python_version else ""
-        remarks = "; ".join(filter(None, (needs, one.note)))
-        package = f"`{one.package}` {one.version} ({one.registry})"
-        rows.append((f"`{name}`", package, one.dialect, remarks))
+    for name, harness in HARNESSES.items():
+        needs = f"needs Python {harness.python_version}" if harness.python_version else ""
+        remarks = "; ".join(filter(None, (needs, harness.note)))
+        package = f"`{harness.package}` {harness.version} ({harness.registry})"
+        rows.append((f"`{name}`", package, harness.dialect, remarks))
     return markdown(("harness", "package", "dialect", "remarks"), rows)
 
 
 def _render_metrics() -> str:
     rows = [
-        (f"`{one.name}`", one.unit, one.direction, one.meaning.replace("|", "\\|"), one.source)
-        for one in read_catalogue()
+        (f"`{row.name}`", row.unit, row.direction, row.meaning.replace("|", "\\|"), row.source)
+        for row in read_catalogue()
     ]
     return markdown(("metric", "unit", "good", "meaning", "from"), rows)
 
@@ -79,7 +79,7 @@ def _render_api() -> str:
     """Instructions for mkdocstrings. `PPOTrainer` is one of AReaL's names."""
     names = [name for name in areal_hpc.__all__ if name not in ("__version__", "PPOTrainer")]
     objects = [getattr(areal_hpc, name) for name in names]
-    return "\n\n".join(f"::: {one.__module__}.{one.__qualname__}" for one in objects)
+    return "\n\n".join(f"::: {item.__module__}.{item.__qualname__}" for item in objects)
 
 
 TABLES: dict[str, Callable[[], str]] = {
