@@ -77,7 +77,7 @@ class Sizes:
 QWEN_HALF_BILLION = Sizes(
     "qwen2", hidden=896, layers=24, heads=14, kv_heads=2, ffn=4864, vocab=151936
 )
-"""Those of Qwen2.5-0.5B."""
+"""Sizes of Qwen2.5-0.5B."""
 
 
 def make_hf_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
@@ -117,7 +117,7 @@ def make_row(
 
 
 class Trainee:
-    """The trainer's side of a comparison: its policy, its optimizer, its step."""
+    """Trainer of a comparison: its policy, its optimizer, its step."""
 
     def __init__(self, hf_model: Any, device: torch.device, dtype: torch.dtype, max_tokens: int):
         arch = parse_architecture(hf_model.config.to_dict(), "benchmark")
@@ -134,7 +134,6 @@ class Trainee:
         rows: Sequence[TrainingRow],
         channels: Sequence[str] = (Channel.ADVANTAGE, Channel.BEHAVIOR),
     ) -> list[MicroBatch]:
-        """Micro-batches of the rows."""
         return make_micro_batches_of_this_rank(self.policy, rows, channels, self.max_tokens)
 
     def step(self, rows: Sequence[TrainingRow], rate: float = RATE) -> LossStats:
@@ -145,7 +144,7 @@ class Trainee:
         return tally
 
     def mean_logprob(self, rows: Sequence[TrainingRow]) -> float:
-        """Over the scored tokens, without a gradient."""
+        """Average log-probabilities over the scored tokens, without a gradient."""
         sums = run_forward_backward(self.policy, self.pack(rows), grpo_loss, backward=False).sums
         return float(sums["logprob"] / sums["tokens"])
 

@@ -24,7 +24,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the things compared; only `run` is timed, and what it returns is freed afterwards."""
+    """One of the things compared; only `run` is timed, and its result is freed afterwards."""
 
     name: str
     run: Callable[[], object]
@@ -36,7 +36,7 @@ Samples = Mapping[str, Sequence[Sample]]
 
 
 def measure_pairs(sides: Sequence[Side], pairs: int) -> Samples:
-    """Samples of every side, round by round, after one round that does not count."""
+    """Measure every side, round by round, after one round that does not count."""
     samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
     for number in range(-1, pairs):
         for side in sides if number % 2 else reversed(sides):
@@ -68,7 +68,6 @@ def cpu_ratio(samples: Samples, above: str, below: str) -> float:
 
 
 def median_wall_s(samples: Samples, name: str) -> float:
-    """Median wall time of a side."""
     return statistics.median(sample.wall_s for sample in samples[name])
 
 

@@ -93,7 +93,7 @@ class Direct(Side):
 
 
 class Floor(Side):
-    """Bytes passed on by the same libraries."""
+    """Relay of bytes on the proxy's libraries."""
 
     name = "floor: raw relay"
     path = "/"
@@ -134,7 +134,7 @@ class LiteLLM(Side):
 
 
 class LiteLLMLogprobs(LiteLLM):
-    """The same process, asked to pass the log-probabilities on."""
+    """LiteLLM with log-probabilities in its replies, in the same process."""
 
     name = "LiteLLM, log-probs"
     extra = b',"logprobs":true'
@@ -143,7 +143,7 @@ class LiteLLMLogprobs(LiteLLM):
 def start_server(
     name: str, argument: str, log: Path, *, core: int, reply_s: float = 0.0
 ) -> tuple[Process, Address]:
-    """One of `benchmarks._proxy_servers`; the upstream answers after `reply_s`."""
+    """Start one of `benchmarks._proxy_servers`; the upstream answers after `reply_s`."""
     argv = [sys.executable, "-m", "benchmarks._proxy_servers", name, argument, str(reply_s)]
     process = Process(argv, log, core=core)
     return process, Address("127.0.0.1", int(process.line()))
@@ -180,7 +180,7 @@ def litellm_python() -> Path:
 
 
 def start_litellm(upstream: Address, folder: Path, port: int) -> tuple[LiteLLM, LiteLLMLogprobs]:
-    """Both sides of one LiteLLM proxy."""
+    """Start LiteLLM's proxy, and return both of its sides."""
     python = litellm_python()
     config = folder / "litellm.yaml"
     config.write_text(

@@ -69,7 +69,7 @@ class Texts:
         return folder
 
     def text(self, tokens: int) -> str:
-        """About so many tokens, from a random place."""
+        """Decode about so many tokens, from a random position."""
         start = self._random.randrange(len(self._ids) - tokens)
         return self.tokenizer.decode(self._ids[start : start + tokens])
 
@@ -77,7 +77,7 @@ class Texts:
         return {"role": role, "content": self.text(tokens - FRAME_TOKENS)}
 
     def dialogue(self, prompt_tokens: int, turns: int) -> Dialogue:
-        """One whose prompts have `prompt_tokens` on average, and `NEW_TOKENS` more than known."""
+        """Make a dialogue of `prompt_tokens` on average, and `NEW_TOKENS` more in each turn."""
         growth = NEW_TOKENS + REPLY_TOKENS
         rest = max(prompt_tokens - growth * (turns + 1) // 2, 40)
         opening = [self.message("system", min(rest // 2, 500))]

@@ -244,7 +244,7 @@ class SleepingCell(Driver):
 async def run_cells(
     count: int, paths: RunPaths, tempo: Tempo, tally: Tally, pool: Executor
 ) -> None:
-    """All cells, until cancelled. Each has two connections to the ledger, as driver and proxy."""
+    """Run all cells until cancelled. Each has two connections, as driver and as proxy."""
     peers: list[AsyncServiceClient] = []
     try:
         async with asyncio.TaskGroup() as group:

@@ -144,7 +144,6 @@ def median(values: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Measure what the arguments say."""
     given = json.loads(sys.argv[1])
     settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
     paths = RunPaths(Path(sys.argv[2]))

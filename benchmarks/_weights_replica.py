@@ -45,18 +45,18 @@ TRANSPORTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update as seen from all sides."""
+    """One update, measured on all sides."""
 
     seconds: Mapping[str, float]
     """Times of the update's phases, measured by the sender."""
     publish_s: float
-    """All of it, but for joining the group."""
+    """Time of the whole update, but for joining the group."""
     silence_s: float
     """The longest time without a token of anybody, as clients see it."""
 
 
 class Streams:
-    """Clients that always have a generation running, and when they got pieces of it."""
+    """Clients that always have a generation running, and the times of its pieces."""
 
     def __init__(self, server: ReplicaView) -> None:
         self._server = server
@@ -108,7 +108,6 @@ class Streams:
         return max((b - a for a, b in gaps if b > began and a < ended), default=0.0)
 
     def stop(self) -> None:
-        """End all generations."""
         self._stop.set()
         for thread in self._threads:
             thread.join(60)
@@ -179,7 +178,6 @@ class Replica:
         return msgspec.json.decode(answer.content, type=ReplicasOfCell).replicas[0]
 
     def update(self, transport: str, streams: Streams) -> Update:
-        """One update under load."""
         publisher, version = self._next(transport)
         streams.await_piece(time.monotonic())
         replicas = publisher.discover_outdated_training_replicas(version)
@@ -239,7 +237,7 @@ def running_replica(
 
 
 def measure(replica: Replica, rounds: int) -> Mapping[str, Sequence[Update]]:
-    """Updates by every transport in turn, under load."""
+    """Measure updates by every transport in turn, under load."""
     streams = Streams(replica.warm_up())
     updates: dict[str, list[Update]] = {name: [] for name in TRANSPORTS}
     for number in range(rounds):

@@ -67,7 +67,6 @@ class Side:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens per second."""
         began, ended = self.span
         return self.tokens / (ended - began)
 
@@ -141,7 +140,7 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
 
 
 def draw(sides: Sequence[Side], out: Path) -> None:
-    """Slots in use and the trainer at work over time, a panel a side."""
+    """Draw slots in use and the trainer at work over time, a panel a side."""
     figure = Figure(figsize=(9.0, 2.6 * len(sides)), dpi=130, layout="constrained")
     for axes, side in zip(figure.subplots(len(sides), 1, squeeze=False)[:, 0], sides, strict=True):
         _draw_side(axes, side)

@@ -76,7 +76,7 @@ def seconds_of(act: Callable[[], object]) -> float:
 
 
 def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) -> None:
-    """The same checkpoint, written and synced by this process."""
+    """Write and sync the same checkpoint in this process."""
     partial = folder / f".step_{number}"
     partial.mkdir()
     held, writer = RankState(trainee.policy, trainee.optimizer), CheckpointWriter()
@@ -101,7 +101,7 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
 def measure(
     trainee: learning.Trainee, rows: Sequence[TrainingRow], folder: Path, rounds: int
 ) -> tuple[Rounds, int]:
-    """All rounds, after one that does not count; the bytes of a checkpoint."""
+    """Measure all rounds, after one that does not count; return the size of a checkpoint too."""
     store = CheckpointStore(folder / "beside", keep=2)
     alone = folder / "alone"
     alone.mkdir()

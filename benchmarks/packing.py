@@ -246,7 +246,7 @@ def _pad_to_page(pack: Tensors) -> dict[str, torch.Tensor]:
 
 
 def check_same_advantages(ours: Sequence[TrainingRow], theirs: torch.Tensor) -> None:
-    """Both ways must give the same number at every sampled token.
+    """Check that both ways give the same number at every sampled token.
 
     The ancestor's stand at the place that predicts the token, ours at the token.
     """

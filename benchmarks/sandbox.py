@@ -65,7 +65,7 @@ async def measure_warm(runtime: Runtime, spec: SandboxSpec, rounds: int) -> floa
 
 
 async def measure_commands(runtime: Runtime, spec: SandboxSpec, rounds: int) -> tuple[float, float]:
-    """Medians of a command in a sandbox, and of one of this process, in turn."""
+    """Measure medians of a command in a sandbox, and of one of this process, in turn."""
 
     async def run_plain() -> None:
         process = await asyncio.create_subprocess_exec("true")
@@ -83,7 +83,7 @@ async def measure_commands(runtime: Runtime, spec: SandboxSpec, rounds: int) -> 
 
 
 async def measure_many(runtime: Runtime, spec: SandboxSpec, count: int) -> float:
-    """Until the last of them has run a command."""
+    """Measure the time until the last of the sandboxes has run a command."""
     began = time.perf_counter()
     started = await asyncio.gather(*(run_first_command(runtime, spec) for _ in range(count)))
     took_ms = (time.perf_counter() - began) * 1e3
@@ -92,7 +92,6 @@ async def measure_many(runtime: Runtime, spec: SandboxSpec, count: int) -> float
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Figures of one runtime."""
     runtime, spec = make_runtime(arguments.runtime), SandboxSpec(root=arguments.root)
     await measure_cold(runtime, spec, 1)  # pages of programs are read
     within, plain = await measure_commands(runtime, spec, arguments.commands)
@@ -112,7 +111,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and write what was found."""
     parser = argparse.ArgumentParser(prog="areal-hpc bench sandbox", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     isolating = [name for name in find_installed_runtimes() if name != "none"]

@@ -42,7 +42,7 @@ def settings_of(nodes: int, tempo: Tempo, run_in_s: float, measured_s: float) ->
 
 
 def run(settings: Settings, run_dir: Path, prefix: Sequence[str] = ()) -> dict[str, Any]:
-    """One measurement in a process of its own."""
+    """Run one measurement in a process of its own."""
     command = [sys.executable, "-m", "benchmarks._scale_run", json.dumps(asdict(settings))]
     answer = subprocess.run([*prefix, *command, str(run_dir)], capture_output=True, text=True)
     if answer.returncode:
@@ -52,7 +52,7 @@ def run(settings: Settings, run_dir: Path, prefix: Sequence[str] = ()) -> dict[s
 
 
 def run_traced(settings: Settings, folder: Path) -> tuple[dict[str, Any], Counter[str]]:
-    """One measurement under strace; the calls on the run directory while it was measured.
+    """Run one measurement under strace; return its calls on the run directory.
 
     Raises:
         ClusterError: There is no strace, or not one step was taken.

@@ -44,7 +44,7 @@ def warm_up(folder: Path) -> Path:
 
 
 def play(folder: Path, model: Path, side: str, steps: int) -> Sample:
-    """Seconds of one whole run of so many steps."""
+    """Measure one whole run of so many steps."""
     environment = {
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(SITE_CUSTOMIZE_DIR), os.environ.get("PYTHONPATH")])

@@ -38,7 +38,7 @@ OURS, OURS_HALF, THEIRS = "packed step", "packed step, half scored", "Hugging Fa
 
 
 def lognormal_lengths(generator: np.random.Generator, rows: int, mean: int) -> list[int]:
-    """Lengths with the given mean before they are cut at eight times it."""
+    """Draw lengths with the given mean before they are cut at eight times it."""
     lengths = generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, rows)
     return [int(length) for length in lengths.clip(SHORTEST, 8 * mean)]
 
@@ -89,7 +89,7 @@ class Bench:
         return learning.hf_forward_backward(self.model, batch, self.rows)
 
     def unpadded(self, pairs: int) -> tuple[Samples, float]:
-        """All rows of one length. Samples, and by how much the mean losses differ."""
+        """Compare rows of one length; return samples, and the difference of the mean losses."""
         whole = self.batch([self.length] * self.rows)
         half = self.batch([self.length] * self.rows, scored_share=0.5)
         gap = abs(self.hugging_face(whole) + self.trainee.mean_logprob(whole))
@@ -101,7 +101,7 @@ class Bench:
         return measure_pairs(sides, pairs), gap
 
     def padded(self, batches: Sequence[Sequence[TrainingRow]]) -> Samples:
-        """One batch a round, the first of them unmeasured."""
+        """Compare one batch a round, the first of them unmeasured."""
         ours, theirs = iter(batches), iter(batches)
         sides = (
             Side(OURS, lambda: self.trainee.step(next(ours))),

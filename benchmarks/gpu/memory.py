@@ -50,7 +50,7 @@ class Bench:
         return [learning.make_row(self._generator, length, self.sizes.vocab, 1.0)]
 
     def measure_peak(self, rows: Sequence[TrainingRow], length: int) -> tuple[float, float]:
-        """Bytes that a step holds at most, and those that are estimated for it."""
+        """Measure the most bytes that a step holds, and return the estimate too."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -67,7 +67,7 @@ class Bench:
         return self.sizes.step_flops(lengths, sum(lengths) - len(lengths)) / wall_s
 
     def profile_step(self, rows: Sequence[TrainingRow], table: Path) -> int:
-        """Waits of the host in one step; its most expensive operations in a file."""
+        """Count the host's waits in one step; write its most expensive operations to a file."""
         activities = [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         with profile(activities=activities) as seen:

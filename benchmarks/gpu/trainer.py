@@ -100,7 +100,6 @@ class Bench:
 
 
 def measure(bench: Bench, rows: int, length: int, pairs: int) -> dict[str, float]:
-    """Figures of three kinds of batch."""
     equal = [bench.batch([length] * rows, 1.0)] * (pairs + 1)
     uneven = [lognormal_lengths(bench.generator, rows, length) for _ in range(pairs + 1)]
     kinds = {

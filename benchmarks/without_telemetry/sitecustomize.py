@@ -20,7 +20,7 @@ def _do_nothing(*values: object, **named: object) -> None:
 
 
 def _measure_nothing(*values: object, **named: object) -> dict[str, float]:
-    """Metrics that nobody measured."""
+    """Return no metrics."""
     return {}
 
 

@@ -17,7 +17,7 @@ MOST_SHOWN_CHARS = 1000
 
 
 class CodeAgent:
-    """Writes a program, is shown what it prints or how it fails, and writes a better one."""
+    """Agent that writes a program, is shown its output or error, and writes a better one."""
 
     def __init__(self, max_turns: int = 2, **request: Any) -> None:
         self.max_turns = max_turns

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def tasks(size: int, seed: int, numbers: int = 5) -> Iterator[dict[str, Any]]:
-    """Lists to sort."""
     rng = random.Random(seed)
     for _ in range(size):
         unsorted = [rng.randrange(100) for _ in range(numbers)]

@@ -18,7 +18,7 @@ ADD = {
 
 
 class ToolAgent:
-    """Lets the model call `add`, as often as it likes, before it answers."""
+    """Agent that lets the model call `add`, as often as it likes, before it answers."""
 
     def __init__(self, max_turns: int = 4, **first_request: Any) -> None:
         self.max_turns = max_turns
@@ -58,7 +58,7 @@ class ToolAgent:
 
 
 class StreamingAgent(ToolAgent):
-    """Reads its answer as the model writes it."""
+    """Agent that reads its answer as the model writes it."""
 
     async def ask(self, client: AsyncAnthropic, messages: list[Any]) -> str:
         async with client.messages.stream(

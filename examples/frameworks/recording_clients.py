@@ -8,7 +8,7 @@ from areal_hpc.rollout.agent import RolloutWorkflow
 
 
 class TwoTries(RolloutWorkflow):
-    """Answers twice, each time with a second thought; `tokenizer` is the model's directory."""
+    """Workflow of two answers, each with a second thought; `tokenizer` is the model's directory."""
 
     def __init__(self, tokenizer: str, n_trajs: int = 2) -> None:
         self.tokenizer = tokenizer

@@ -8,13 +8,12 @@ from areal_hpc.wire.agent_reward import Reward
 
 
 class CommandAgent:
-    """Runs the reply as a shell command. `request` goes into the model call."""
+    """Agent that runs the reply as a shell command. `request` goes into the model call."""
 
     def __init__(self, command_timeout_s: float = 10.0, **request: Any) -> None:
         self.command_timeout_s, self.request = command_timeout_s, request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
-        """One episode."""
         reply = await make_client(extra_kwargs).chat.completions.create(
             model="default", messages=data["messages"], **self.request
         )

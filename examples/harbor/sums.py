@@ -66,12 +66,10 @@ def draw_sum(rng: random.Random) -> str:
 
 
 def add_up(text: str) -> int:
-    """Compute the value of a sum."""
     return sum(map(int, text.replace("-", "+-").split("+")))
 
 
 def main() -> None:
-    """Make tasks."""
     parser = argparse.ArgumentParser(prog="python -m examples.harbor.sums", description=__doc__)
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--count", type=int, default=256, help="number of tasks (256)")

@@ -24,7 +24,6 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 def train_tasks(size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Tasks to learn from."""
     items = [item for item in ITEMS if item % HELD_OUT_EVERY]
     rng = random.Random(seed)
     return (_make_task(rng.choice(items)) for _ in range(size))

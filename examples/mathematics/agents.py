@@ -15,7 +15,7 @@ AGAIN = "That is not right. Look for the mistake, and answer again in the same f
 
 
 class MathAgent:
-    """Asks once. `request` goes into the model call, such as `temperature: 0.7`."""
+    """Agent that asks once. `request` goes into the model call, such as `temperature: 0.7`."""
 
     def __init__(self, reward: str = MATH, **request: Any) -> None:
         self.reward = AsyncRewardWrapper(load_user_function(reward, "rollout.workflow_kwargs"))
@@ -39,7 +39,7 @@ class MathAgent:
 
 
 class MultiTurnMathAgent(MathAgent):
-    """Is told when its answer is wrong, and tries again; later successes are worth less.
+    """Agent that hears when its answer is wrong, and tries again; later successes are worth less.
 
     With `trainer.objective.credit=turn` and a `turn_discount` the early turns of a success share in
     it less, too.

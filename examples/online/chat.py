@@ -1,4 +1,4 @@
-"""A chat program whose user is the reward: what a product would do with an online run.
+"""A chat program whose user gives the reward, as a product does in an online run.
 
 areal-hpc run recipes/gpu8_online_qwen2.5_1.5b.yaml     # in another terminal, or submit it
 python examples/online/chat.py runs/online/chat
@@ -25,7 +25,7 @@ Listen = Callable[[str, dict[str, Any]], str]
 
 
 def chat(run: Path, listen: Listen, max_tokens: int = 256) -> bool:
-    """One conversation, from a session to its reward; False while no ticket waits."""
+    """Hold one conversation, from a session to its reward; return False while no ticket waits."""
     paths = RunPaths(run)
     proxy = rendezvous.find_endpoint(paths.rendezvous_dir, "proxy-cell-0")
     if proxy is None:

@@ -1,4 +1,4 @@
-"""Stops a run once it has trained a step, as a cluster would, and starts it again.
+"""Stop a run once it has trained a step, as a cluster would, and start it again.
 
 python examples/preemption/preempt.py recipes/quickstart.yaml [key=value ...]
 

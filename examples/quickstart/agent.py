@@ -8,7 +8,7 @@ from examples.quickstart.task import verify
 
 
 class ArithmeticAgent:
-    """Asks the model the question; the reward is 1 if the number after `Answer:` is right."""
+    """Agent that asks once; the reward is 1 if the number after `Answer:` is right."""
 
     def __init__(self, max_tokens: int = 48) -> None:
         self.max_tokens = max_tokens

@@ -65,7 +65,7 @@ class Index:
 
 
 class SearchAgent:
-    """Searches as often as it likes, then answers; right if the answer names `data["answer"]`.
+    """Agent that searches, then answers; right if the answer names `data["answer"]`.
 
     It searches the passages of the task, `data["passages"]`, or else those of a file.
     `first_request` goes into the first model call alone, such as `tool_choice: required`.

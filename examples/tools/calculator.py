@@ -36,7 +36,7 @@ def calculate(arguments: str) -> str:
 
 
 class CalculatorAgent(MathAgent):
-    """Runs the calls that the model makes until it answers, or `max_turns` are over.
+    """Agent that runs the model's calls until it answers, or `max_turns` are over.
 
     `first_request` goes into the first model call alone, such as `tool_choice: required`.
     """

@@ -25,7 +25,7 @@ def reward(reply):
 
 
 class MyAgent:
-    """Asks once. It could as well search, run tools or ask a second model."""
+    """Agent that asks once. It could as well search, run tools or ask a second model."""
 
     async def run(self, data, **extra_kwargs):
         client = AsyncOpenAI(

@@ -26,7 +26,7 @@ PATIENCE_S = 600.0
 COMMAND_TIMEOUT_S = 300.0
 CELLS = 2
 STEPS_AT_FIRST = 5000
-"""More than anybody waits for: a run ends when it is resumed with few steps to go."""
+"""Number that no test waits for: a run ends when it is resumed with few steps to go."""
 STOP_GRACE_S = 20.0
 CUT_DOWN = (
     *SIZES,

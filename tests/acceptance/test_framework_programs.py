@@ -32,7 +32,7 @@ TASK = "Run a command that prints seventeen. Then run it again. Then say DONE."
 COMMAND = "echo seventeen"
 PATIENCE_S = 300.0
 SILENCE_S = 11.0
-"""Longer than a stream is silent."""
+"""Period longer than the silence of a stream."""
 DIALECTS = ("chat", "responses", "messages")
 
 
@@ -52,7 +52,7 @@ class FrameworkProgram:
     rows: int = 1
     """Exported rows: conversations that the program does not go on with make more."""
     rows_with_two_calls: int = 0
-    """The same where each turn has reasoning, text and two calls; 0: it makes no such turns."""
+    """Exported rows where each turn has reasoning, text and two calls; 0: no such turns."""
     says: tuple[str, ...] = (_RUN, _RUN, "DONE")
     """Replies of the model, turn by turn."""
     ignored: frozenset[str] = frozenset()
@@ -116,7 +116,7 @@ _TYPICAL = FrameworkProgram((), rows_with_two_calls=1, environment="frameworks")
 
 
 def _program(script: str, *arguments: str, **more: Any) -> FrameworkProgram:
-    """One whose turns are one row, with one call each or with two."""
+    """Build a program whose turns are one row, with one call each or with two."""
     return replace(_TYPICAL, command=(script, *arguments), **more)
 
 

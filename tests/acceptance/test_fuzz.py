@@ -1,4 +1,4 @@
-"""Whatever is sent to services, and in whatever order: none dies, hangs, spoils or loses anything.
+"""Mutated requests, in any order: no service dies, hangs, or loses or spoils data.
 
 Schemathesis makes requests from the proxy's own description, right ones and wrong ones; a
 hypothesis state machine plays sessions. 50,000 calls are made wrong, over every route of proxy,
@@ -89,7 +89,7 @@ class Played:
         self.session_id = session_id
         self.key = key
         self.said: list[tuple[str, str]] = []
-        """Questions and answers so far."""
+        """Questions and replies so far."""
         self.replies: list[str] = []
         """Ids of completed replies, in order."""
         self.rewards: dict[str, float] = {}
@@ -124,7 +124,7 @@ def reply_of(dialect: str, answer: dict[str, Any]) -> tuple[str, str]:
 
 
 class Sessions(RuleBasedStateMachine):
-    """One play: what a client may do, and what it must find then."""
+    """Sessions of one play: each step of a client, and the checks after it."""
 
     sessions = Bundle("sessions")
 

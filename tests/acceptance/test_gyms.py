@@ -84,7 +84,7 @@ def python_of(gym: str) -> str:
 
 @pytest.fixture
 def play(tmp_path: Path) -> Iterator[Callable[..., tuple[Any, list[str]]]]:
-    """Plays an agent before a model that says some lines; what it returns, and the prompts."""
+    """Play an agent before a model with given lines; return the rewards and the prompts."""
     stages = []
 
     def start(agent: Any, data: dict[str, Any], *lines: str) -> tuple[Any, list[str]]:

@@ -143,7 +143,7 @@ TOO_SHORT_FOR_THE_NOTES = {"opencode": 22000}
 """Harnesses that compact their history, and what they are told of the model's context: more than
 their own instructions and the 8,192 tokens that a reply may have, less than these and the notes."""
 IN_A_SANDBOX = ("continue", "opencode", "gemini-cli")
-"""Those of npm: a program of PyPI needs a Python that the sandbox's user may run."""
+"""Harnesses of npm: a program of PyPI needs a Python that the sandbox's user may run."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class EngineCall:
 
 
 class ForcingRelay:
-    """Stands between a proxy and SGLang; all but what is said is SGLang's own."""
+    """Relay between a proxy and SGLang; all but the forced text is SGLang's own."""
 
     def __init__(self, upstream: str, choose_reply: Callable[[list[int]], str]) -> None:
         self._upstream, self._choose_reply = upstream, choose_reply
@@ -374,7 +374,7 @@ def list_processes_of(folder: Path) -> list[str]:
 
 
 def check_rows(scene: Scene, rows: list[TrajectoryRow], beside: list[TrajectoryRow]) -> None:
-    """One row of the task, each turn of it as the engine read and said it; the rest is named."""
+    """Check the task's row, each turn as the engine read and wrote it, and the named rest."""
     (row,) = rows
     turns = [call for call in scene.relay.calls if scene.is_played(scene.text_of(call.prompt))]
     assert [call.reuse for call in row.record.calls] == ["none"] + ["reused"] * (len(turns) - 1)

@@ -350,7 +350,7 @@ def change(run: ElasticRun, name: str, began: float, known: int) -> dict[str, An
 
 
 STORAGE_HANGS_S, NODE_FROZEN_S = 65.0, 70.0
-"""More than `inference.health_timeout_s`, after which a silent server is restarted."""
+"""Periods above `inference.health_timeout_s`, after which a silent server is restarted."""
 GOES_ON_WITHIN_S = 120.0
 STEPS_BETWEEN = 2
 

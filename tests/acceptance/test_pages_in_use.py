@@ -85,7 +85,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 class Watch:
-    """Measures what a server, and the browser with a folder, take."""
+    """Meter of the processor time of a server, and of the browser with a folder."""
 
     def __init__(self, server: psutil.Process, folder: Path | None = None) -> None:
         self._processes = [server, *(find_browser(folder) if folder else ())]
@@ -235,7 +235,7 @@ WIDE, NARROW = (1340, 950), (390, 844)
 PAGES = ("", "overview", "metrics", "timeline", "evaluations", "trajectories")
 MAX_TABS = 120
 IS_NEW = "document.querySelector('main h1')?.dataset.old === undefined"
-"""After the page was made anew."""
+"""Expression that is true after the page was made anew."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Every layout compared with transformers, and checkpoints resumed under another layout.
+"""Comparison of every layout with transformers; checkpoints resumed under another layout.
 
 Writes `benchmarks/results/parity.json`, which docs/parity.md shows. Eleven launches of one to four
 ranks, six minutes.

@@ -54,7 +54,7 @@ def reply_to(request: dict[str, Any]) -> Script:
 
 
 class Agent:
-    """Speaks turn by turn, and remembers every reply that it saw the end of."""
+    """Agent that asks turn by turn, and remembers every reply whose end it received."""
 
     def __init__(self, number: int, session_id: str, key: str) -> None:
         self.number = number
@@ -276,13 +276,13 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def chain(levels: int, root: str, end: str) -> str:
-    """Rules each of which is twice the next one or nothing: 2**levels ways to say the same."""
+    """Build rules of which each is twice the next one or nothing: 2**levels derivations."""
     rules = [f'a{i} ::= a{i + 1} a{i + 1} | ""' for i in range(levels)]
     return "\n".join([f"root ::= {root}", *rules, f"a{levels} ::= {end}"])
 
 
 def list_bombs() -> list[dict[str, str]]:
-    """Ambiguous at once, once some text is said, by recursion, and in a way hardly taken."""
+    """List grammars that are ambiguous at once, after some text, by recursion, or rarely."""
     ends = ('[^a] | ""', '[a-z] | ""', '"a" | "b" | ""')
     bombs = [chain(levels, "a0", end) for levels in (20, 40, 60) for end in ends]
     bombs += [chain(60, f'"{prefix}" a0', end) for prefix in ("x", "hello", "{") for end in ends]

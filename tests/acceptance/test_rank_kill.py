@@ -34,7 +34,7 @@ RECOVERY_TIMEOUT_S = 120.0
 
 
 class RankKiller:
-    """Kills ranks of a run, wherever it runs on this machine."""
+    """Killer of a run's ranks, on any node of this machine."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths

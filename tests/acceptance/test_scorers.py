@@ -1,4 +1,4 @@
-"""Scorers of others meet hostile replies: none runs, none changes a later score.
+"""Hostile replies to other libraries' scorers: none runs, none changes a later score.
 
 All sets of reasoning-gym, and the two rewards of mathematics.
 """

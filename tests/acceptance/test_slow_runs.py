@@ -120,7 +120,7 @@ def meanwhile(act: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 def hold_servers_up(run: FaultyRun, cell: str, is_over: threading.Event) -> None:
-    """Servers of a cell stand still for nine tenths of the time, as if their node were slow."""
+    """Stop servers of a cell for nine tenths of the time, as if their node were slow."""
     config = f"jobs/{cell}/inference.json"
     while not any(event["role"] == cell for event in events_of(run.paths, "replica_ready")):
         if is_over.wait(0.2):

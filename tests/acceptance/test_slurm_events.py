@@ -233,7 +233,7 @@ def memory_runs_out(run: SlurmRun) -> None:
 
 
 def cell_is_cancelled(run: SlurmRun, cell: str) -> None:
-    """A person takes one job away: nobody brings it back, and the run does without."""
+    """Cancel one job: nothing submits it again, and the run goes on without it."""
     run.await_whole(since=time.time())
     struck_at = time.time()
     run.cluster.slurm("scancel", run.job_id(cell))
@@ -285,7 +285,7 @@ def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
 
 
 def cancel_and_finish(run: SlurmRun) -> None:
-    """Cancel the run: nothing of it is left. Resume it: it is whole again, and finishes."""
+    """Cancel the run, which leaves nothing; resume it, and let it finish."""
     root, began = str(run.paths.root), time.time()
     before = run.version
     run.areal_hpc("cancel", root)

@@ -32,9 +32,9 @@ KILLS = int(os.environ.get("SOAK_KILLS", "0"))
 PART_KILLS = int(os.environ.get("SOAK_PART_KILLS", "25"))
 SEED = 20261121
 STEPS_MEASURED = 3
-"""After a kill. What they take longer than such steps usually do is the time that it cost."""
+"""Steps after a kill. Their time over the usual one is the cost of the kill."""
 MAX_REST_S = 5.0
-"""Before a kill."""
+"""Longest pause before a kill."""
 MOST_IN_A_ROW = 3
 """Kills before the run is left to get over them: some strike it while it recovers."""
 RECOVERY_TIMEOUT_S = 600.0

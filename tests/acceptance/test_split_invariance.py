@@ -69,9 +69,9 @@ def read_first_moments(paths: RunPaths) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True)
 class Update:
     line: dict[str, float]
-    """Its metrics."""
+    """Metrics of the update."""
     moments: dict[str, torch.Tensor]
-    """Its gradient, divided by what clipping and AdamW divide all of it by."""
+    """Gradient of the update, divided by the divisors of clipping and AdamW."""
 
     def measure_gap(self, expected: "Update") -> float:
         """Compute the distance of two gradients, relative to the expected one's length."""

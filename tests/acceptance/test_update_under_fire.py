@@ -82,7 +82,7 @@ class Field:
         self.sender.await_ready()
 
     def await_spare(self) -> None:
-        """Until the sender after this one has imported all it needs, which takes a core."""
+        """Wait until the next sender has imported all it needs, which takes a core."""
         self._spare.await_ready()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Each attack of `tests/support/attacks/tool.py` breaks where its wall is taken away.
+"""Breaks by the attacks of `tests/support/attacks/tool.py` where their walls are taken away.
 
 Else an attack would prove nothing. With bubblewrap, without a run: what an attack looks for lies in
 a folder that belongs to the sandbox's user, as it does with a run of an ordinary user's. What each
@@ -39,7 +39,7 @@ RUN_WORDS = "areal_hpc.trainer"
 
 
 class Scene(agent.Hostile):
-    """One sandbox, what an attack on it looks for, and what is changed before it starts."""
+    """Sandbox with the targets of an attack, and changes to it before it starts."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch = folder, patch
@@ -289,7 +289,7 @@ TWICE = ("28 earlier episode",)
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Not below /tmp, which a sandbox has of its own."""
+    """Folder outside /tmp, which a sandbox has of its own."""
     folder = Path(tempfile.mkdtemp(prefix="areal-walls-", dir="/var/tmp"))
     folder.chmod(0o755)
     yield folder

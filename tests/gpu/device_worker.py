@@ -43,7 +43,7 @@ HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
 
 
 def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[str, float]:
-    """Segments of all `cp` ranks against softmax written out in float32; gradients likewise."""
+    """Compare the segments of all `cp` ranks with softmax written out in float32."""
     lengths = np.array([7, 1, 40, 25]) * 2 * cp
     tokens = int(lengths.sum())
     generator = torch.Generator().manual_seed(cp)
@@ -70,7 +70,7 @@ def relative_gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def expert_gaps(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Experts in grouped products against each alone in float32, some without a token; twice."""
+    """Compare experts in grouped products with each alone in float32, some without a token."""
     sizes = SimpleNamespace(
         moe_ffn_hidden_size=96, hidden_size=64, params_dtype=dtype,
         use_cpu_initialization=device.type == "cpu",
@@ -186,7 +186,7 @@ def flattened(gradients: dict[str, torch.Tensor], names: list[str]) -> torch.Ten
 
 
 def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Distances to transformers in float32, and how far transformers in `dtype` is from it."""
+    """Compare the trainer with transformers in float32, and transformers in `dtype` with that."""
     exact, same = make_hf_model(SMALL, device, torch.float32), make_hf_model(SMALL, device, dtype)
     generator = np.random.default_rng(5)
     rows, their_gap = [], 0.0

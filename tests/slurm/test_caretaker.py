@@ -18,7 +18,7 @@ SAFE, AT_RISK = "--partition=priority", "--partition=scavenger"
 
 
 def drained_nodes(cluster: Devcluster) -> set[str]:
-    """Once each, though every node is in two partitions."""
+    """List drained nodes once each, though every node is in two partitions."""
     return set(cluster.slurm("sinfo", "-hN", "--states=drain", "-o", "%N").split())
 
 

@@ -31,7 +31,7 @@ slurmctld = next(one for one in made.daemons if one.name == "slurmctld")
 stop_daemon(made, slurmctld)
 start_daemon(made, slurmctld, time.monotonic() + float(sys.argv[2]))
 """
-"""Not by `devcluster up`, which would write slurm.conf anew."""
+"""Start of slurmctld without `devcluster up`, which would write slurm.conf anew."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""One path of a job on the newest Slurm that is unpacked here; `make nightly` runs all on each."""
+"""Preemption of a job on the newest Slurm unpacked here; `make nightly` runs all on each."""
 
 from pathlib import Path
 

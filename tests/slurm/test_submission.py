@@ -31,7 +31,7 @@ from tests.support.waiting import wait_for
 
 TIGHT = "cluster.slurm.sbatch.mem=100M"
 LATE_S = 13.0
-"""Longer than sbatch waits for an answer (MessageTimeout, 10 s)."""
+"""Delay above sbatch's wait for an answer (MessageTimeout, 10 s)."""
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ MOST_BITES = 96
 
 
 class SlowAgent(ArithmeticAgent):
-    """Waits before it asks, now and then for long: a run of it lasts as long as a test must."""
+    """Agent that waits before it asks, now and then for long, so that a run of it lasts."""
 
     def __init__(self, mean_pause_s: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class SlowAgent(ArithmeticAgent):
 
 
 class LateAgent(ArithmeticAgent):
-    """Waits between reply and reward, as behind a slow tool: its tokens are old when trained."""
+    """Agent that waits between reply and reward: its tokens are old when trained."""
 
     def __init__(self, judged_after_s: float) -> None:
         super().__init__()

@@ -103,9 +103,7 @@ def compute_mean_gradient(
             row_number += 1
     if not columns:
         return np.zeros_like(task.policy)
-    advantages, scales, numbers, shares = (
-        torch.tensor(part) for part in zip(*columns, strict=True)
-    )
+    advantages, scales, numbers, shares = (torch.tensor(col) for col in zip(*columns, strict=True))
     choice_indices = tuple(np.array(choices).T)
     logprobs = torch.tensor(compute_logprobs(task.policy)[choice_indices], requires_grad=True)
     behavior = torch.tensor(compute_logprobs(task.behavior)[choice_indices])

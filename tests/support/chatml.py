@@ -48,7 +48,7 @@ REASONING_CHATML = CHATML.replace(
     "{{- '<think>\n\n</think>\n\n' }}"
     "{%- endif %}",
 )
-"""One that can be told not to reason, as Qwen3's."""
+"""Template with a switch for reasoning, as Qwen3's."""
 
 
 def write_model_dir(folder: Path, *, vocab_size: int = 512, template: str = CHATML) -> Path:

@@ -10,7 +10,7 @@ import sys
 from time import monotonic  # tests replace time.monotonic
 
 VARIABLE = "TESTS_SLOWNESS"
-"""Hands what was measured down to child processes; set it to do without the measurement."""
+"""Variable that hands the measurement to child processes; if it is set, none is made."""
 PROGRAM = (
     "import asyncio, concurrent.futures.process, ctypes, decimal, http.server, inspect, pydoc"
     ", sqlite3, ssl, tarfile, tomllib, unittest.mock, xml.dom.minidom, zipfile"

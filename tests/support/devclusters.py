@@ -26,7 +26,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 TESTED_RELEASE = os.environ.get("TESTS_SLURM", "")
 """Release of Slurm that tests run on, one of `PROVEN_RELEASES`; empty for the machine's own."""
 SLURM_POLL_S = 0.2
-"""Between two questions to Slurm: each is a process of its own."""
+"""Time between two questions to Slurm: each is a process of its own."""
 
 
 @dataclass(frozen=True)

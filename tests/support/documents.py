@@ -31,7 +31,7 @@ class Block:
 
     @property
     def beginning(self) -> str:
-        """Its first line that is no comment."""
+        """First line that is no comment."""
         lines = [line.strip() for line in self.text.splitlines()]
         return next(line for line in lines if line and not line.startswith("#"))
 
@@ -93,7 +93,7 @@ def patched(block: Block, text: str, patches: tuple[Patch, ...]) -> str:
 
 @dataclass(frozen=True)
 class Scene:
-    """One block on the stage."""
+    """Surroundings in which one block runs."""
 
     after: str = ""
     before: str = ""

@@ -12,7 +12,7 @@ from statistics import mean
 TABLE = Path(__file__).parents[1] / "durations.json"
 UNKNOWN_TIER_S = 10.0
 SHARED_FOLDERS = ("tests/integration/agents/", "tests/integration/proxy/")
-"""Their files share servers that take long to start, so one worker runs all of a folder."""
+"""Folders whose files share servers with a long start, so that one worker runs all of one."""
 
 
 def get_group(test: str) -> str:

@@ -85,7 +85,7 @@ class Float64Trainer:
         return loss, max(norms)
 
     def _update(self) -> float:
-        """One step of AdamW with its gradient clipped; the norm before that."""
+        """Take one step of AdamW with a clipped gradient; return the norm before clipping."""
         adam = self._adam
         gradients = [parameter.grad for parameter in self._parameters]
         norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))

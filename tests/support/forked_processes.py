@@ -77,7 +77,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, below 0 by that signal.
+        """Wait for the exit code, which is below 0 after a signal.
 
         Raises:
             TimeoutError: It did not end in that time.

@@ -38,7 +38,7 @@ class Worker:
     """Current test."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
-    """No group is left for it, and it knows."""
+    """The worker knows that no group is left."""
 
 
 class ForkedWorkers:

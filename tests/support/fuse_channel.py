@@ -98,7 +98,7 @@ class FuseChannel:
             raise OSError(ctypes.get_errno(), f"cannot mount FUSE at {mountpoint}")
 
     def requests(self) -> Iterator[Request]:
-        """Those that wait now, one at a time; ends when the mount is gone."""
+        """Yield the waiting requests, one at a time, until the mount is gone."""
         while True:
             try:
                 data = os.read(self.fd, _BUFFER_BYTES)

@@ -71,7 +71,7 @@ class HeldRun(SmallRun):
         self.await_true(lambda: len(self.read_steps()) >= steps)
 
     def find_supervisors(self, job: str) -> list[psutil.Process]:
-        """Tasks of a job's step: not srun, whose command line ends alike."""
+        """Find the tasks of a job's step, without srun, whose command line ends alike."""
         launch = str(self.paths.job(job).launch)
         words = {p: command_of(p) for p in find_processes(launch)}
         return [p for p, its in words.items() if its[-1:] == [launch] and its[0] != "srun"]

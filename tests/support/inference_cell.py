@@ -26,7 +26,7 @@ from tests.support.role_recipe import write_role_recipe
 from tests.support.waiting import await_endpoint
 
 VOCABULARY = 300
-"""Not a multiple of 64, so SGLang pads it."""
+"""Size of the vocabulary: no multiple of 64, so SGLang pads it."""
 START_TIMEOUT_S = 200.0
 CALL_TIMEOUT_S = 120.0
 
@@ -113,7 +113,7 @@ class Cell:
         return view
 
     def control(self, route: str, body: object = None, **headers: str) -> httpx.Response:
-        """One relayed call, as a trainer of the current generation would make it."""
+        """Make one relayed call, as a trainer of the current generation would."""
         headers = {
             "x-areal-incarnation": str(self.replica().incarnation),
             "x-areal-generation": str(self.generation),

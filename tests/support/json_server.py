@@ -32,7 +32,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.answer(404, {})
 
     def answer(self, status: int, body: object) -> None:
-        """Bytes as they are, anything else in JSON."""
+        """Answer with bytes as they are, and with anything else in JSON."""
         kind, content = "text/plain", body
         if not isinstance(content, bytes):
             kind, content = "application/json", msgspec.json.encode(body)
@@ -43,7 +43,7 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Nothing on standard error."""
+        """Keep standard error empty."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tests.support.small_run import SmallRun, started_from
 from tests.support.waiting import wait_for
 
 REST_S = 2.0
-"""Between a kill and the next one: a process that is just starting has nothing to lose."""
+"""Time between a kill and the next one: a process that is just starting has nothing to lose."""
 GENERATING_S = 0.03
 """Time from the moment before SGLang is asked to one at which it generates."""
 POLL_S = 0.01
@@ -82,7 +82,7 @@ class Kill:
 
 
 class Gate:
-    """Holds the first process that comes to a fault point while the gate is shut."""
+    """Gate at a fault point; it holds the first process that comes while it is shut."""
 
     def __init__(self, folder: Path, fault_point: str) -> None:
         self._path = folder / fault_point
@@ -184,7 +184,6 @@ class KilledRun(SmallRun):
                     victim.kill()
 
     def _victims(self, party: str) -> list[psutil.Process]:
-        """Live processes of a party."""
         processes = find_processes(PARTIES[party], self.paths.root)
         if party != "server":
             return processes

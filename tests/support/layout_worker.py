@@ -174,7 +174,7 @@ class Case:
         return make_micro_batches_of_this_rank(policy, rows, CHANNELS, max_tokens=90)
 
     def step(self, policy: TrainedNetwork, optimizer: Any, seed: int) -> tuple[float, float]:
-        """One update: the loss before it, and the gradient norm."""
+        """Take one update; return the loss before it, and the gradient norm."""
         batches = self.batches(policy, make_rows(seed))
         tally, norm = train_step(policy, optimizer, batches, weighted_loss, LR)
         total = tally.reduce_over_ranks(("loss", "tokens"), ()).sums
@@ -311,7 +311,7 @@ class Case:
         save_hf_model(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
     def is_scored_alike_when_frozen(self) -> bool:
-        """Does the saved model, loaded as one that is never trained, find the same bits?"""
+        """Check that the saved model, loaded as one that is never trained, gives the same bits."""
         rows = make_rows(5)
         frozen = load_frozen_network(
             self.folder / "saved", self.parallel, torch.float32, torch.device("cpu"), "reference"
@@ -378,7 +378,7 @@ class AdaptedCase(Case):
         return {name: p.main_grad.clone() for name, p in named if p.requires_grad}
 
     def is_scored_alike_when_frozen(self) -> bool:
-        """Does the adapter that is switched off give what its base does?"""
+        """Check that the adapter, switched off, gives the results of its base."""
         rows = make_rows(5)
         reference(self.plain, rows)
         batches = self.batches(self.policy, rows)

@@ -39,7 +39,7 @@ Findings = dict[str, dict[str, Any]]
 
 
 def families_of(*layouts: str) -> list[str]:
-    """Families that all of these know: expert parallelism is for mixtures only."""
+    """List families that all of these layouts support: expert parallelism is for mixtures only."""
     if any("ep" in LAYOUTS[layout] for layout in layouts):
         return [MIXTURE]
     if not set(layouts) <= set(UNDIVIDED_LAYOUTS):
@@ -58,7 +58,7 @@ def launch(
     families: Sequence[str],
     others: Sequence[Path] = (),
 ) -> Findings:
-    """One launch of one layout, every family in it; `others` are folders of earlier launches."""
+    """Launch one layout with every family in it; `others` are folders of earlier launches."""
     folder.mkdir()
     layers = layout.get("layers", SIZES["num_hidden_layers"])
     parallel = {name: size for name, size in layout.items() if name != "layers"}
@@ -78,7 +78,7 @@ def launch(
 
 
 def check_routed(findings: dict[str, Any]) -> None:
-    """Mixtures that were given routes compute what transformers does with the same ones."""
+    """Check that mixtures with given routes agree with transformers on the same routes."""
     for routed in findings.get("routed", ()):
         assert routed["rerouted"] > 0.5
         assert routed["logprob_gap"] <= LOGPROB_BOUND

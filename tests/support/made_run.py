@@ -80,7 +80,7 @@ class MadeRun:
         generation: int = 1,
         **metrics: Any,
     ) -> None:
-        """One more step. Its groups are `SAMPLES` episodes each, in their order.
+        """Add one step. Its groups are `SAMPLES` episodes each, in their order.
 
         Episodes begin `late_s` after the trainer has begun to wait, which it does until
         `sealing_s` after the last one. `phases` are further ones.

@@ -1,4 +1,4 @@
-"""Mistakes that users make and what they are told: docs/errors.md shows them.
+"""Mistakes of users and the errors that they get; docs/errors.md shows them.
 
 `tests/integration/launch/test_bad_input.py` makes those that show before anything starts, and
 `tests/acceptance/test_agent_errors.py` those of agents, in runs.
@@ -27,7 +27,7 @@ class Mistake:
     overrides: str
     """Overrides of the recipe; DIR, SERVE_PYTHON and TEST_PYTHON stand for paths of the test."""
     said: tuple[str, ...]
-    """Parts of what is printed, in the order in which they are."""
+    """Parts of the output, in order."""
     recipe: str = QUICKSTART
 
 

@@ -108,7 +108,7 @@ class RawCall:
 
 @dataclass
 class Mutator:
-    """Makes calls wrong; the same seed makes the same ones wrong alike."""
+    """Mutator of calls; the same seed makes the same mutations of the same calls."""
 
     chance: random.Random
     keys_of_run: Sequence[str] = ()
@@ -229,7 +229,7 @@ class Mutator:
 
 
 class Sender:
-    """Sends raw calls to one service, one after another."""
+    """Client that sends raw calls to one service, one after another."""
 
     def __init__(self, url: str, service_key: str) -> None:
         self._address = urlsplit(url)

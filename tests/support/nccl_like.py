@@ -34,7 +34,7 @@ _ALL_OVER = threading.Event()
 
 
 class _Work(Work):
-    """One broadcast as the sender sees it."""
+    """One broadcast on the sender's side."""
 
     def __init__(self, group: "NcclLikeGroup", number: int) -> None:
         super().__init__()
@@ -82,7 +82,6 @@ class NcclLikeGroup(dist.ProcessGroup):
     def broadcast(  # type: ignore[override]  # the one form that torch calls
         self, tensors: list[torch.Tensor], options: Any = None
     ) -> _Work:
-        """Broadcast the first rank's bytes."""
         (tensor,) = tensors
         self.make_communicator()
         self._sent += 1
@@ -104,7 +103,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         return content
 
     def make_communicator(self) -> None:
-        """Returns when every rank has called it."""
+        """Return when every rank has called it."""
         self._store.set(f"member/{self._rank}", "")
         members = [f"member/{rank}" for rank in range(self._ranks)]
         while not self._store.check(members):

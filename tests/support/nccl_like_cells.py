@@ -108,7 +108,7 @@ class NcclLikeCell:
         self._over.wait(SILENT_AT_MOST_S)
 
     def call(self, route: str, body: Any) -> tuple[int, object]:
-        """Status and answer of one control call."""
+        """Make one control call; return its status and answer."""
         match route:
             case "fence":
                 self.served = ""

@@ -1,4 +1,4 @@
-"""One node's mount of shared storage, with the manners and the faults of a network file system.
+"""Mount of shared storage on one node, with the rules and the faults of a network file system.
 
 A program: `python -m tests.support.network_storage FOLDER MOUNTPOINT` passes everything through to
 a folder. Several of them over one folder are the nodes of a cluster, each with a cache of its own,
@@ -291,7 +291,7 @@ class StorageServer:
         return self._get_attributes(node, b"")
 
     def _require_present(self, node: Node) -> os.stat_result:
-        """Its attributes; ESTALE if another node has removed it."""
+        """Read a node's attributes; fail with ESTALE if another node has removed it."""
         stat = os.fstat(node.fd)
         if stat.st_nlink == 0 and not node.removed_here:
             self._weather.counts["removed by another node: ESTALE"] += 1

@@ -58,7 +58,7 @@ def attend_over_ranks(
 def check_gradients(
     actual: torch.Tensor, expected: torch.Tensor, inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Both have the same values, and the same gradients by the inputs."""
+    """Check that both have the same values, and the same gradients by the inputs."""
     torch.testing.assert_close(actual, expected)
     weights = torch.randn_like(expected)
     want = torch.autograd.grad((expected * weights).sum(), inputs)
@@ -91,5 +91,5 @@ class OperationLog(TorchDispatchMode):
 
     @property
     def reads(self) -> list[str]:
-        """Those for which the host would wait for a device."""
+        """Operations for which the host would wait for a device."""
         return [name for name in self.names if name.startswith(READS)]

@@ -11,7 +11,7 @@ import psutil
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Its command line; empty if it has ended, waited for or not, or is somebody else's."""
+    """Read a process's command line; empty if it has ended or belongs to another user."""
     try:
         words: list[str] = process.cmdline()
         return words
@@ -20,7 +20,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run (a container's first process may leave the dead unburied)."""
+    """Select processes that still run (a container's first process may leave the dead unburied)."""
     return [process for process in processes if process.is_running() and not _has_ended(process)]
 
 

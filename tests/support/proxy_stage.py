@@ -134,7 +134,7 @@ class Stage:
         return endpoint.url
 
     def configure(self, config: dict[str, Any]) -> None:
-        """Takes effect at the next start."""
+        """Change the configuration of the next start."""
         self.config = config
         self._config_path.write_text(json.dumps(config))
 

@@ -125,7 +125,7 @@ TRANSFORMERS_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {**STATE_LAYERS, **EXPERTS, "shared_expert_intermediate_size": 24},
     ),
 }
-"""Networks of transformers' own modules: class of the configuration, and what it is given."""
+"""Networks of transformers' own modules: the configuration's class and its arguments."""
 
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -139,11 +139,11 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Networks with a frozen base: its family, and what `trainer.lora` says beside sizes."""
+"""Networks with a frozen base: its family, and the keys of `trainer.lora` beside sizes."""
 
 
 def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
-    """The same random model on every rank and in every launch."""
+    """Make a random model, the same on every rank and in every launch."""
     sizes = SIZES | {"num_hidden_layers": layers}
     config: dict[str, Callable[[], Any]] = {
         "qwen3": lambda: transformers.Qwen3Config(
@@ -183,7 +183,7 @@ def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
 
 
 def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under the names of a checkpoint: transformers stacks experts in memory."""
+    """Put tensors under the names of a checkpoint: transformers stacks experts in memory."""
     named = {}
     for name, tensor in tensors.items():
         prefix, stacked, kind = name.partition(".experts.")

@@ -164,7 +164,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def be_rank(scenario: Scenario, rank: int) -> int:
-    """One rank of a scenario, in a process of its own; its exit code."""
+    """Run as one rank of a scenario, in a process of its own; return its exit code."""
     os.environ |= {"AREAL_HPC_RANK": str(rank), "AREAL_HPC_NUM_TASKS": str(scenario["ranks"])}
     paths = RunPaths(Path(scenario["run_dir"]))
     log = os.open(paths.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -111,7 +111,7 @@ def check_killed_run_ends_alike(
 
 
 def copy_for_mixture(source: Path, root: Path) -> Path:
-    """The same batches for a mixture of experts."""
+    """Copy the batches of a run for a mixture of experts."""
     shutil.copytree(source, root)
     model, folder = hf_model("qwen3_moe"), RunPaths(root).starting_model_dir
     model.config.save_pretrained(folder)

@@ -13,7 +13,7 @@ KEPT_RUN_FILE = CHECKOUT / "tests" / "golden" / "kept_run.tar.xz"
 
 
 def events_of(paths: RunPaths, name: str, since: float = 0.0) -> list[dict[str, Any]]:
-    """Everything of that name that happened after a time, in order."""
+    """Read the events of one name after a time, in order."""
     rows = read_readable_records(paths.events)
     return [row for row in rows if row["event"] == name and row["time"] > since]
 

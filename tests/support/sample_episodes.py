@@ -29,7 +29,7 @@ class MadeUpTurn:
     is_greedy: bool = False
     top_p: float = 1.0
     is_recorded: bool = False
-    """Each token is recorded as one that could be sampled."""
+    """Record each token as one that could be sampled."""
     is_named: bool = True
     """The reward names the reply; else it is the episode's."""
     during: tuple[float, float] | None = None

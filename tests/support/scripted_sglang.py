@@ -46,18 +46,18 @@ class Script:
     versions: list[tuple[str, int, int]] | None = None
     delay_s: float = 0.0
     output_ids: list[int] | None = None
-    """Instead of the canonical encoding of `text`."""
+    """Tokens in place of the canonical encoding of `text`."""
     fault: str = ""
     """Fault of the answer: `hang_up`, `500`, `400`, `garbage`, `abort`, `late_hang_up:<pieces>`."""
     piece_tokens: int = 1
     """Tokens in each piece of a stream."""
     piece_delay_s: float = 0.0
     gate: threading.Event | None = None
-    """Until it is set nothing is said, or nothing after the first piece of a stream."""
+    """Event until which nothing is sent, or nothing after the first piece of a stream."""
 
 
 TALKATIVE = Script("word " * 1000, piece_delay_s=0.02)
-"""Whoever hangs up on it does so long before its end."""
+"""Script of a long stream: a caller who hangs up does so long before its end."""
 MUCH_CHARS = 1000
 """Bound on the text before a hang-up arrives, even on a machine that stops for seconds."""
 
@@ -236,7 +236,7 @@ class ScriptedSGLang:
 
 
 def make_routes(token_ids: list[int], mixture: MixtureShape) -> npt.NDArray[np.uint8]:
-    """Experts of tokens [t, layer, k], by their ids and places."""
+    """Compute experts of tokens [t, layer, k], by their ids and positions."""
     positions = np.arange(len(token_ids)) + np.array(token_ids)
     layers, numbers = np.arange(mixture.layers)[:, None], np.arange(mixture.per_token)
     routes: npt.NDArray[np.int64] = (
@@ -299,7 +299,7 @@ class StandInRelay(StandIn):
 
 
 class StandInLedger(StandIn):
-    """Acknowledges settled tickets; `away` makes it refuse as a restarting one does."""
+    """Ledger that acknowledges settled tickets; with `away` it refuses as one that restarts."""
 
     endpoint = "ledger"
 

@@ -134,7 +134,7 @@ class _Update(Struct):
 
 
 def _stream(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that all ranks have to take at the same time."""
+    """Yield parameters, which all ranks have to take at the same time."""
     for name, tensor in weights.items():
         dist.broadcast(tensor, src=0)
         yield name, tensor

@@ -27,7 +27,7 @@ _ODD_TEXTS = ("", "Bearer", "Bearer ", "Bearer " + "0" * 64, "Bearer " + "0" * 5
 
 
 def is_refused(status: str, defect: KeyDefect) -> bool:
-    """Check that an answer refuses a key with that defect: it comes before all others."""
+    """Check for the refusal of a key with that defect, which comes before all other answers."""
     if defect == "over plain HTTP":
         return status == "closed"
     return status == "401" or (defect == "odd text" and status == "400")  # it is none of HTTP

@@ -1,4 +1,4 @@
-"""One real SGLang on CPU."""
+"""Server of the real SGLang on CPU."""
 
 import time
 from collections.abc import Iterator

@@ -80,7 +80,7 @@ class PlayedTurn:
     lost: Sequence[str]
     """Contents of new messages that the model does not read."""
     is_closed_twice: bool
-    """The end of the reply before stands there again."""
+    """The prompt repeats the end of the reply before it."""
     outcome: Outcome
     """Comparison of the prompt with the rendering of the whole conversation."""
 

@@ -15,7 +15,7 @@ def is_thorough() -> bool:
 
 
 def choose(every: Iterable[T], *representatives: T) -> list[T]:
-    """All cases in the thorough profile, else those that stand for them."""
+    """Choose all cases in the thorough profile, else those that represent them."""
     cases = list(every)
     assert all(case in cases for case in representatives)
     return cases if is_thorough() else list(representatives)

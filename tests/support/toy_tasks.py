@@ -333,7 +333,7 @@ def keep_unequal(task: ToyTask) -> ToyTask:
 
 
 def keep_shortest(task: ToyTask) -> ToyTask:
-    """`extra_samples=1`: one more is begun, and a longest one is given up."""
+    """Keep the shortest: with `extra_samples=1` one more is begun, and a longest is given up."""
 
     def keep(group: Sequence[int]) -> Iterator[tuple[Sequence[int], float]]:
         lengths = [len(task.episodes[number].choices) for number in group]

@@ -38,12 +38,12 @@ class Trap:
     nth: int
     index: int
     spring: Callable[[Callable[[], None]], None]
-    """Gets the forwarding of the call, which it may start before, after or never."""
+    """Function that gets the forwarding of the call and starts it before, after or never."""
     seen: int = 0
 
 
 class Gate:
-    """Forwards to one cell's relay, and springs the trap that is set."""
+    """Forwarder to one cell's relay, which springs the trap that is set."""
 
     def __init__(self, cell: Cell, directory: Path) -> None:
         self._cell = cell
@@ -123,7 +123,7 @@ def _has_left(caller: socket.socket, upstream: socket.socket) -> bool:
 
 @dataclass
 class Reader:
-    """Asks one replica for tokens over and over, whenever its relay says that it serves."""
+    """Client that asks one replica for tokens again and again while its relay says it serves."""
 
     cell: Cell
     index: int
@@ -172,7 +172,7 @@ class Reader:
 
 @contextmanager
 def gates(cells: list[Cell], directory: Path) -> Iterator[list[Gate]]:
-    """One gate per cell; senders find them in `directory`."""
+    """Open one gate per cell; senders find them in `directory`."""
     directory.mkdir(exist_ok=True)
     made = [Gate(cell, directory) for cell in cells]
     try:

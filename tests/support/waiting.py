@@ -67,7 +67,6 @@ def communicate(process: subprocess.Popen[str], within_s: float | None = 60.0) -
 
 
 def read_until(client: socket.socket, end: bytes) -> bytes:
-    """Receive up to `end`."""
     received = b""
     while not received.endswith(end):
         block = client.recv(1 << 16)

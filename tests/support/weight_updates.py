@@ -103,7 +103,7 @@ def publish(
     at_least: int = 1,
     probe: Probe = WITHOUT_MODEL,
 ) -> UpdateReport:
-    """One update of all replicas that lack the version."""
+    """Publish one update to all replicas that lack the version."""
     replicas = await_outdated(publisher, version, at_least)
     return publisher.transport.update(
         version, specs_of(weights), iter(weights.items()), replicas, probe

@@ -19,7 +19,7 @@ def run_command(command: str) -> str:
 
 
 async def read_events(context: object, events: AsyncIterable[object]) -> None:
-    """Nothing is done with what is streamed."""
+    """Ignore the streamed events."""
     async for _ in events:
         pass
 

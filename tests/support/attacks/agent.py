@@ -124,7 +124,7 @@ class Hostile:
         return broke
 
     async def _keep_forking(self) -> None:
-        """Others on the node go on: else the attack fails this agent's episodes."""
+        """Start processes again and again: else the attack fails this agent's episodes."""
         while True:
             process = await asyncio.create_subprocess_exec("true")
             assert await process.wait() == 0

@@ -171,7 +171,7 @@ def render_resumes() -> str:
 
 
 def _render_largest(rows: Iterable[Row], header: tuple[str, ...]) -> str:
-    """A line for rows whose first column is the same: its second column listed, then maxima."""
+    """Join rows with the same first column: their second columns, then the maxima."""
     largest: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         largest[row[header[0]]].append(row)
