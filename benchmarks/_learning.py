@@ -1,4 +1,4 @@
-"""A random model twice, as Hugging Face has it and as the trainer does, and batches for both."""
+"""A random model in two forms, Hugging Face's and the trainer's, and batches for both."""
 
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Cells and a trainer without models: the real driver, peers, seals and reads; episodes that sleep.
 
-What a cell says to the ledger is said by `rollout.driver.Driver` itself. Replaced is only
-what would need a model: running a ticket's episodes is a sleep of log-normal length.
+`rollout.driver.Driver` itself talks to the ledger. Only the part that would need a model is
+replaced: running a ticket's episodes is a sleep of log-normal length.
 """
 
 import asyncio

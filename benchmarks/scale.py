@@ -1,10 +1,10 @@
 """Costs of a thousand inference nodes for the ledger and the shared file system.
 
-The real ledger, in a process of its own, is spoken to over its real HTTP by the real drivers of so
-many cells, whose episodes are sleeps: log-normal, the 99th percentile 8 times the median. Nodes
+The real drivers of so many cells call the real ledger, a process of its own, over its real HTTP.
+Their episodes are sleeps: log-normal, the 99th percentile 8 times the median. Nodes
 are all alike, so a thousand ask for 64 times as much as 16, and a ticket should cost the same.
 
-- rates: tickets are over in seconds and settle without files, so that the ledger is what is slow.
+- rates: tickets are over in seconds and settle without files, so that the ledger is the bottleneck.
 - files: ten times slower, with real shards, a real index, and a trainer that reads each batch. The
   system calls on files of the run directory, by whichever process, are counted with strace.
 """

@@ -1,8 +1,8 @@
 """Start of every Python of a run whose telemetry may be left out.
 
-Python imports this module by itself where its folder is on PYTHONPATH. What it names in
-`REPLACEMENTS` is replaced as soon as the module that has it was imported, if the environment says
-so; without that both sides of the comparison start alike.
+Python imports this module by itself where its folder is on PYTHONPATH. If the environment asks for
+it, the functions in `REPLACEMENTS` are replaced as soon as their module was imported; otherwise
+both sides of the comparison start alike.
 """
 
 import importlib.abc

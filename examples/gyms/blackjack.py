@@ -1,7 +1,7 @@
-"""Hands of gymnasium's Blackjack-v1, and conversations of somebody who plays it at random.
+"""Hands of gymnasium's Blackjack-v1, and conversations of a random player.
 
-The demonstrations show how an action is written, and which observations there are. When to stop is
-in none of them: who plays knows no rule, and mostly takes another card.
+The demonstrations show the form of actions and observations. They do not show when to stop: the
+player follows no rule, and mostly takes another card.
 """
 
 import random

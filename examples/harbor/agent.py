@@ -1,4 +1,4 @@
-"""Agent of one command: what the model says runs in the sandbox, and the task's tests judge."""
+"""Agent of one command: the model's reply runs in the sandbox, and the task's tests judge it."""
 
 from typing import Any
 

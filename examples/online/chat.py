@@ -37,7 +37,7 @@ def chat(run: Path, listen: Listen, max_tokens: int = 256) -> bool:
     session = opened.raise_for_status().json()
     with OpenAI(base_url=f"{proxy.url}/v1", api_key=session["api_key"]) as client:
         reward = converse(client, session["task"], listen, max_tokens)
-    key = bearer(session["control_key"])  # which whoever chats is not given
+    key = bearer(session["control_key"])  # the client that chats does not get it
     for route, body in (("set_reward", {"reward": reward}), ("end_session", {})):
         httpx.post(f"{proxy.url}/rl/{route}", json=body, headers=key).raise_for_status()
     return True

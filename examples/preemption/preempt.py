@@ -3,7 +3,7 @@
 python examples/preemption/preempt.py recipes/quickstart.yaml [key=value ...]
 
 The same command goes on from the last checkpoint. `areal-hpc audit` then accounts for every ticket.
-Under Slurm nobody types anything: a preempted job has itself requeued.
+Under Slurm no command is needed: a preempted job has itself requeued.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""The model that runs start from."""
+"""Model from which runs start."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bias of every preset in numbers. Shown in docs/bias.md; a quarter of an hour."""
+"""Bias of every preset over tiny tasks, which docs/bias.md shows; a quarter of an hour."""
 
 import itertools
 import multiprocessing

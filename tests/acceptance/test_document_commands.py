@@ -1,4 +1,4 @@
-"""AReaL's guides: every block runs somewhere, and the commands and scripts that train do so here.
+"""Commands and training scripts of AReaL's guides, run to the end; other tests run other blocks.
 
 Blocks of Python that stand alone are run by `tests/integration/agents/documents`, the agents of the
 rest by `tests/integration/agents/test_agents.py`.

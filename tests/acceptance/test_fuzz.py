@@ -1,13 +1,12 @@
 """Mutated requests, in any order: no service dies, hangs, or loses or spoils data.
 
-Schemathesis makes requests from the proxy's own description, right ones and wrong ones; a
-hypothesis state machine plays sessions. 50,000 calls are made wrong, over every route of proxy,
-ledger and control proxy. A few of the proxy's are swollen to as much as 32 MiB, and sent alone:
-what one of those takes of the thread in which the event loop runs is the longest that it holds the
-calls of others. After every thousand each service is killed and started again, tickets are played
-and sealed, and Megatron takes a step on them. No service dies or hangs, no row is unsound, and no
-request whose key is spoiled gets further than that. Counts go to `benchmarks/results/fuzz.json`
-after every thousand, and the next run goes on there.
+Schemathesis makes valid and invalid requests from the proxy's own description; a hypothesis state
+machine plays sessions. The test also mutates 50,000 calls, over every route of proxy, ledger and
+control proxy. A few calls of the proxy grow to as much as 32 MiB and are sent alone: their time in
+the event loop's thread bounds the delay of other calls. After every thousand calls the test kills
+and restarts each service, plays and seals tickets, and takes a step of Megatron on them. No service
+dies or hangs, every row is valid, and services refuse each request with a spoiled key. Counts go
+to `benchmarks/results/fuzz.json` after every thousand, and the next run continues from them.
 """
 
 import random

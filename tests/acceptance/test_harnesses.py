@@ -1,6 +1,6 @@
 """Real coding harnesses by name before the real SGLang: read, run, edit, recorded token by token.
 
-SGLang is made to say what solves the task by a grammar; nothing of the programs is changed.
+A grammar makes SGLang write the task's solution; the programs are unchanged.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Hostile programs as the tool of an agent, in real runs: none succeeds on any runtime here.
 
 Runs on this machine, and runs whose cells are jobs of a devcluster, with the memory limits of
-control groups and without. What stopped each attack goes to `benchmarks/results/isolation.json`,
-which docs/attacks.md shows.
+control groups and without. The wall that stopped each attack goes to
+`benchmarks/results/isolation.json`, which docs/attacks.md shows.
 """
 
 import json

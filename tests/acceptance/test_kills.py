@@ -1,4 +1,4 @@
-"""Runs and evaluations of which something is killed or stands still: they go on, or are resumed.
+"""Runs and evaluations with killed or frozen processes: they go on, or are resumed.
 
 The real stack. Writes `benchmarks/results/kill_matrix.json`, `elastic.json` and `freezes.json`.
 """

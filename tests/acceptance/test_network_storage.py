@@ -1,8 +1,8 @@
 """A run over storage with a network file system's faults: nothing is lost, nothing trained twice.
 
 The real stack. Its trainer, its cell and its launcher each have a client of their own, with caches
-of 3 to 60 s, which now and then answers EIO or ESTALE and which hangs once. Like a person, the test
-gives the command again when a job fails for good. Writes `benchmarks/results/network_storage.json`.
+of 3 to 60 s, which now and then answers EIO or ESTALE and which hangs once. Like a user, the test
+repeats the command when a job fails for good. Writes `benchmarks/results/network_storage.json`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The pages of `areal-hpc view` in Chromium: how soon they are there, and in use by keyboard alone.
+"""Pages of `areal-hpc view` in Chromium: their loading times, and their use by keyboard alone.
 
 At both widths, in light and dark. Writes `benchmarks/results/pages.json`. Each limit of a page of a
 run of 100,000 rows holds for seconds of the wall, or for those of processors where other work keeps

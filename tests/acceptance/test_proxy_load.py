@@ -1,7 +1,7 @@
-"""Many sessions at once through one proxy, a proxy killed amid them, and grammars that are bombs.
+"""Load of one proxy: many sessions at once, its death amid them, and grammars that explode.
 
-24 bombs of 24 sessions come at once to a real SGLang's proxy: they are refused, and meanwhile 100
-calls of others are answered, half of which have a grammar or tools. Writes
+24 sessions send such grammars at once to the proxy of a real SGLang. It refuses them, and meanwhile
+answers 100 calls of other sessions, half of which have a grammar or tools. Writes
 `benchmarks/results/proxy_sessions.json` and `grammar_bombs.json`.
 """
 

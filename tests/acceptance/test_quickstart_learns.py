@@ -1,4 +1,4 @@
-"""The shipped recipes learn, and old tokens do no harm, on the real stack with three seeds.
+"""Learning of the shipped recipes, also from old tokens, on the real stack with three seeds.
 
 Every run is judged on 1,024 held-out tasks. Runs that compare ages of tokens start from the same
 SFT model, one a seed, and get their rewards late, so that all a bound allows is in use. Writes

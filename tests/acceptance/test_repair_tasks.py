@@ -1,4 +1,4 @@
-"""Tasks of Harbor: what solutions earn, what a killed cell leaves, and images that are built."""
+"""Tasks of Harbor: rewards of solutions, remains of a killed cell, and built images."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""SGLang's own parser reads what we have it start with, and what users add.
+"""Options of SGLang's command line, ours and those that users add, read by its own parser.
 
 SGLang takes seconds to import.
 """

@@ -1,4 +1,4 @@
-"""Shipped recipes, the tutorial and examples do what they are there for, on two CPU cores.
+"""Shipped recipes, the tutorial and examples, run to their purpose on two CPU cores.
 
 The quick start and its asynchronous form are in test_quickstart_learns.py, with three seeds.
 """

@@ -1,6 +1,6 @@
 """Runs on a devcluster with one fault each: `why --slow` names what limits them, and the node.
 
-`benchmarks/results/slow_runs.json` has what it said of each.
+`benchmarks/results/slow_runs.json` keeps its answers.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Preemptions, losses, limits and cancellations of Slurm on runs with the real trainer and SGLang.
 
-Four runs on five nodes, of which a run needs four: the recipe as it is shipped, preempted twice,
-learns; one run has all that befalls its trainer, one all that befalls its cells, the last an
+Four runs on five nodes, of which a run needs four: the shipped recipe learns although it is
+preempted twice; one run has all events of its trainer, one all events of its cells, the last an
 evaluation job. After every event the audit must find no ticket lost and none trained twice. Writes
 `benchmarks/results/slurm_events.json`, which `docs/survival.md` shows.
 """

@@ -1,4 +1,4 @@
-"""kill -9 of a random process, again and again: nothing is lost or trained twice, and little time.
+"""Repeated kill -9 of random processes: no ticket is lost or trained twice, and little time.
 
 `make soak KILLS=300` runs it in parts, each a run of its own that ends with an audit. What a part
 measured is added to `benchmarks/results/soak.json`, from which the next call goes on; the table in

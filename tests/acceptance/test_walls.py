@@ -1,8 +1,8 @@
 """Breaks by the attacks of `tests/support/attacks/tool.py` where their walls are taken away.
 
-Else an attack would prove nothing. With bubblewrap, without a run: what an attack looks for lies in
-a folder that belongs to the sandbox's user, as it does with a run of an ordinary user's. What each
-did goes to `benchmarks/results/walls.json`, which docs/attacks.md shows.
+Else an attack would prove nothing. With bubblewrap, without a run: an attack's targets lie in a
+folder of the sandbox's user, as they do in a run of an ordinary user. Findings go to
+`benchmarks/results/walls.json`, which docs/attacks.md shows.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The devcluster that tests share: a start takes longer than most of what is done with one."""
+"""Devcluster that tests share: its start takes longer than most tests."""
 
 from collections.abc import Iterator
 

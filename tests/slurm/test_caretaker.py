@@ -1,4 +1,4 @@
-"""Jobs that are gone for good, and are brought back by those that live."""
+"""Resubmission of lost jobs by the caretakers of the jobs that live."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The devcluster is a real Slurm: nodes, GPUs, preemption, lost nodes, and no trace of it after."""
+"""Slurm of the devcluster: nodes, GPUs, preemption, lost nodes, and no trace of it afterwards."""
 
 import subprocess
 from pathlib import Path

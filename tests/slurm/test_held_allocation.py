@@ -1,4 +1,4 @@
-"""A run in an allocation that somebody holds: a step that dies, and Ctrl-C."""
+"""A run in an allocation of the user's: a step that dies, and Ctrl-C."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A cluster that enforces limits: doctor foretells what sbatch says, and why remembers it."""
+"""Limits of a cluster: `doctor` predicts sbatch's refusal, and `why` repeats it."""
 
 import sys
 from collections.abc import Iterator

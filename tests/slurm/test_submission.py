@@ -1,4 +1,4 @@
-"""Submissions that slurmctld answers late or that are killed: every job once, none unknown."""
+"""Submissions that slurmctld answers late or that are killed: each job is submitted once."""
 
 import shutil
 import signal

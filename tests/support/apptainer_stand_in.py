@@ -1,7 +1,7 @@
 """Stand-in of Apptainer's command line, for machines without it: bubblewrap does the work.
 
-It takes what Apptainer's documentation has of `apptainer exec`, refuses all else, and isolates as
-little as the real program does where an option is missing.
+It takes the options of `apptainer exec` in Apptainer's documentation, refuses all others, and
+isolates as little as the real program does where an option is missing.
 """
 
 from pathlib import Path

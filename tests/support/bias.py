@@ -1,7 +1,7 @@
 """Expected gradient of an objective over tiny tasks, compared with the true one.
 
-Rows, advantages, aggregation and loss are the product's own; only what they are averaged over is
-done here: every group that can be sampled, with its probability.
+Rows, advantages, aggregation and loss are the product's own; this module only averages them, over
+every group that can be sampled, with its probability.
 """
 
 import itertools

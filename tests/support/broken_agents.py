@@ -1,4 +1,4 @@
-"""Agents with the mistakes that users make; the last no run can use."""
+"""Agents with the mistakes that users make; no run can use the last one."""
 
 import asyncio
 import time

@@ -1,7 +1,7 @@
-"""Program for SGLang's Python: what each of its parsers makes of a call that was cut, as JSON.
+"""Program for SGLang's Python: results of its parsers on calls that were cut, as JSON.
 
-It reads replies by the name of their format, and answers with all formats that there are, and for
-each reply with what the whole of it is, and which beginnings of it are calls, and which lose text.
+It reads replies by the name of their format, and answers with all formats and, for each reply, with
+its parsed whole, the prefixes of it that are calls, and those that lose text.
 """
 
 import json

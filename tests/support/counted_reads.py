@@ -1,4 +1,4 @@
-"""Count of what is read of files by position, as checkpoints are."""
+"""Count of bytes read from files by position, as checkpoints are read."""
 
 import os
 from collections.abc import Iterator

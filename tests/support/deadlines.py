@@ -1,7 +1,7 @@
-"""Time limits that mean the same on any machine: a slower one has longer.
+"""Time limits in proportion to the machine's speed: a slower one has longer.
 
-How slow a machine is, the start of an interpreter tells. It is measured once, handed down to child
-processes, and measured again where a limit passes: load may have begun since.
+The start of an interpreter measures the speed. The measurement is made once, handed down to child
+processes, and repeated where a limit passes: load may have begun since.
 """
 
 import os

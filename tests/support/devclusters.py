@@ -1,4 +1,4 @@
-"""A devcluster as a person has it: through its command line, then through Slurm's."""
+"""Devcluster in a user's hands: through its command line, then through Slurm's."""
 
 import json
 import os

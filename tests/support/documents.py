@@ -1,7 +1,7 @@
-"""The code blocks of AReaL's guides, as tests/documents holds them, and how each of Python is run.
+"""Code blocks of AReaL's guides in tests/documents, and the scene in which each of Python runs.
 
-A scene's `before` stands for what the guide says in prose or showed elsewhere, `after` uses what
-the block made. A patch is the least change without which the block cannot run anywhere.
+A scene's `before` replaces the guide's prose and earlier blocks, `after` uses the block's results.
+A patch is the least change without which the block cannot run anywhere.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Seconds that each file of tests took: the order of a whole run, and what its percentage means.
+"""Seconds that each file of tests took, for the order and the progress of a whole run.
 
 `make durations` runs the tests and writes the table anew. A file that is not in it counts as one of
 its tier.

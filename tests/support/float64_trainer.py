@@ -1,4 +1,4 @@
-"""The trainer once more: transformers in float64, losses in numpy, AdamW written out."""
+"""Reference trainer: transformers in float64, losses in numpy, AdamW written out."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Processes that begin in 0.1 s: forked from a server that has imported all that they need.
+"""Processes forked from a server that has imported their modules, so that they start in 0.1 s.
 
-They are what the commands would be, but for the interpreter's start. The server ends with the test
-process, and takes them along.
+They behave as the commands do, but for the interpreter's start. The server ends with the test
+process, and ends them too.
 """
 
 import atexit

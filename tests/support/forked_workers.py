@@ -1,6 +1,6 @@
-"""Workers that are forked once the tests are collected: what tests import is imported once.
+"""Workers forked after the collection of tests, so that modules are imported once.
 
-With pytest-xdist each worker imports and collects all, which was a tenth of a whole run.
+With pytest-xdist each worker imports and collects all, a tenth of a whole run.
 """
 
 import atexit

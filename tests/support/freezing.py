@@ -1,4 +1,4 @@
-"""Storage that can be frozen, and processes that can: what a run meets as a hung server or node."""
+"""Freezing of storage and of processes, which a run sees as a hung server or node."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""A file system that this process answers for: the kernel's FUSE protocol.
+"""The kernel's FUSE protocol, for a file system that this process serves.
 
 Structures of `linux/fuse.h`, version 7.31.
 """

@@ -1,4 +1,4 @@
-"""Stage for agents of gyms: a real proxy, SGLang's real parsers, and a model that says a script."""
+"""Stage for agents of gyms: a real proxy, SGLang's real parsers, and a scripted model."""
 
 import asyncio
 from collections.abc import Sequence

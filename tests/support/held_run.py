@@ -1,4 +1,4 @@
-"""A run whose jobs are steps of an allocation that somebody holds."""
+"""A run whose jobs are steps of an allocation that the user holds."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Losses, their gradients and advantages once more: in numpy and float64, a token at a time."""
+"""Reference of losses, gradients and advantages: in numpy and float64, a token at a time."""
 
 import math
 from collections.abc import Sequence

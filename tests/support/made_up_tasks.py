@@ -1,4 +1,4 @@
-"""Generators of tasks, and what a first version of one gets wrong."""
+"""Generators of tasks, some with the mistakes of a first version."""
 
 from collections.abc import Iterator
 from typing import Any

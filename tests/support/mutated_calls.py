@@ -1,4 +1,4 @@
-"""Calls of HTTP services: a sound one of every route, and wrong ones, by a seed."""
+"""Calls of HTTP services: a valid one of every route, and mutations of them by a seed."""
 
 import contextlib
 import http.client

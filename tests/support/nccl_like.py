@@ -1,10 +1,10 @@
 """A process group that fails as NCCL's does under torch, for machines without a GPU.
 
-What it does as torch's (`torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`):
+Behavior that it shares with torch's (`torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`):
 
 - Its constructor joins nobody. The first collective makes the communicator, in a call that lasts
   until all ranks have made it; neither a deadline nor an abort ends that call.
-- A work that failed is completed. `wait` says that all is well, `exception` says what happened.
+- A work that failed is completed. `wait` returns normally, `exception` returns the error.
 - A receiver whose process dies breaks the communicator. One that hangs leaves the work under way.
 - A watchdog ends the process when a work fails or is late, unless `TORCH_NCCL_BLOCKING_WAIT` was
   set when the group was made. Here it notes what it would have done in `ENDED`. Error handling that

@@ -1,7 +1,7 @@
-"""Cells without a model whose replicas receive over an NCCL-like group, and die as they are told.
+"""Cells without a model whose replicas receive over an NCCL-like group, and die on request.
 
-Each speaks the wire of `areal_hpc.wire.replicas`. A fault has two halves: what the sender hears
-over HTTP, and what becomes of the receiver's end of the group.
+Each speaks the wire of `areal_hpc.wire.replicas`. A fault has two halves: the answer that the
+sender gets over HTTP, and the fate of the receiver's end of the group.
 """
 
 import json

@@ -2,9 +2,9 @@
 
 A program: `python -m tests.support.network_storage FOLDER MOUNTPOINT` passes everything through to
 a folder. Several of them over one folder are the nodes of a cluster, each with a cache of its own,
-as NFS has it with its usual options: attributes, names and the absence of names are believed for
-3 to 60 s (directories 30 to 60), opening a file asks for its attributes, appending writes where
-this node believes the end to be, and a file that another node has removed is ESTALE.
+as NFS has it with its usual options: attributes, names and the absence of names are cached for 3 to
+60 s (directories 30 to 60), opening a file reads its attributes, appending writes at the cached end
+of the file, and a file that another node has removed is ESTALE.
 
 It takes orders as JSON lines on its standard input (see `Order`), and ends, unmounted, with it.
 """

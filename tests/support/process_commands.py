@@ -1,4 +1,4 @@
-"""Processes of jobs, started as a supervisor starts them, and what processes were started as."""
+"""Processes of jobs, started as a supervisor starts them, and command lines of processes."""
 
 import os
 import subprocess

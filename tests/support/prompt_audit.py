@@ -1,7 +1,7 @@
 """The tokens of a recorded prompt, and those of a fresh rendering of its conversation.
 
-A template may render a history otherwise than the model read it, which is no error: it drops
-earlier reasoning, trims text, or splits words unlike the model.
+They may differ without an error: a template drops earlier reasoning, trims text, or splits words
+unlike the model.
 """
 
 import msgspec

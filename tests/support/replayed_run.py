@@ -1,4 +1,4 @@
-"""Training on the batches of a recorded run: its steps, in any layout, and what is left of them."""
+"""Training on the batches of a recorded run: its steps, in any layout, and their checkpoints."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""Stand-ins around a real proxy: an SGLang that says what the test wants, a relay, a ledger.
+"""Stand-ins around a real proxy: an SGLang with the test's replies, a relay, a ledger.
 
 The payloads are those of SGLang 0.5.23; `tests/integration/proxy` checks them against the
 real one.

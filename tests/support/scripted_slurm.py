@@ -1,4 +1,4 @@
-"""Slurm's commands as programs of a test, which answer what it wants to hear answered."""
+"""Slurm's commands as programs of a test, with the test's answers."""
 
 import os
 from pathlib import Path

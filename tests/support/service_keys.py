@@ -1,4 +1,4 @@
-"""A run's service key, for stand-ins; and keys made wrong in every way: none may open a route."""
+"""A run's service key, for stand-ins; and keys with every defect: none may open a route."""
 
 import random
 import string

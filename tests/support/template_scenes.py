@@ -1,7 +1,7 @@
-"""Conversations in which the model says what a chat template would write for it.
+"""Conversations in which the model writes what a chat template would write for it.
 
-Whatever a template remembers, each prompt must then be what rendering the whole conversation gives,
-unless the template writes earlier turns otherwise once more has come.
+Each prompt must then equal the rendering of the whole conversation, unless the template changes
+earlier turns when later ones follow.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tiny tasks whose episodes can be counted, and the gradient that would be right for each.
+"""Tiny tasks whose episodes can be enumerated, and the true gradient of each.
 
 The policy is a table: 13 contexts, 4 tokens each. Episodes have up to three replies of one token
 (token 3 ends them), or a reply with two branches.

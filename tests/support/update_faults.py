@@ -1,4 +1,4 @@
-"""Means to kill a party of an update at a chosen moment, and to see what agents get meanwhile.
+"""Faults of an update's parties at a chosen moment, and an observer of agents' replies meanwhile.
 
 A gate stands between the sender and each cell's relay, as a network would. It forwards every
 call, and at a chosen route of a chosen replica it does something first.

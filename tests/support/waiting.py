@@ -1,4 +1,4 @@
-"""Waiting for what other processes and threads do."""
+"""Waits for other processes and threads."""
 
 import socket
 import subprocess

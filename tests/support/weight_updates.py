@@ -1,4 +1,4 @@
-"""A trainer's end of updates of weights, and checks of what came of one."""
+"""Trainer's end of weight updates, and checks of their results."""
 
 from __future__ import annotations
 

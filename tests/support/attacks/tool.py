@@ -1,8 +1,7 @@
 """`python3 tool.py NAME < FACTS`: one attack, run as a command of an agent in its sandbox.
 
-The standard library alone. FACTS (JSON) say where everything is that a program could want: better
-than any program could find out. What succeeds is a line `BROKE ...`; `HELD ...` says what stopped
-it.
+The standard library alone. FACTS (JSON) give the places of all targets, better than a program could
+find them. A line `BROKE ...` reports a success, a line `HELD ...` the wall that stopped the attack.
 """
 
 import contextlib
