@@ -73,7 +73,7 @@ class LoadResult:
 async def load(
     address: Address, conversations: Sequence[Sequence[bytes]], concurrency: int
 ) -> LoadResult:
-    """Play conversations, so many at once; the turns of one come after one another."""
+    """Play so many conversations at once; the turns of each follow one another."""
     answers: list[list[bytes]] = [[] for _ in conversations]
     latencies_s: list[float] = []
     waiting = iter(range(len(conversations)))

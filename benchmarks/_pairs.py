@@ -85,7 +85,7 @@ def print_samples(title: str, samples: Samples, megabytes: float) -> None:
 
 
 def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    """The argument that says where the figures are kept."""
+    """Add the argument for the file of figures."""
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="file to write")
 
 

@@ -21,7 +21,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 class Process:
-    """A child that says its port; the measured ones have the first core, all else the last."""
+    """Child process that prints its port; measured ones have the first core, others the last."""
 
     def __init__(self, argv: Sequence[str], log: Path, *, core: int, **env: str) -> None:
         with log.open("ab") as stream:
@@ -45,7 +45,7 @@ class Process:
         return self._child.poll() is None
 
     def line(self) -> str:
-        """The next one that it prints."""
+        """Read the next line of its output."""
         assert self._child.stdout is not None
         if line := self._child.stdout.readline():
             return line

@@ -105,7 +105,7 @@ class Storehouse:
         self._finished.append(ref)
 
     async def run(self) -> None:
-        """Seal what has waited long enough, until cancelled."""
+        """Seal tickets that have waited long enough, until cancelled."""
         while True:
             age_s = time.monotonic() - self._since_s if self._finished else 0.0
             left_s = self._tempo.seal_after_s - age_s
@@ -114,7 +114,7 @@ class Storehouse:
             await asyncio.sleep(max(left_s, 0.05))
 
     async def seal_now(self) -> None:
-        """Seal and settle what is finished."""
+        """Seal and settle the finished tickets."""
         async with self._sealing:
             refs, self._finished = self._finished, []
             if not refs:
@@ -159,7 +159,7 @@ class Storehouse:
 
 
 def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[TrajectoryRow]:
-    """The rows of a ticket: short ones, since bytes are not what is measured here."""
+    """Make the rows of a ticket: short ones, since bytes are not measured here."""
     for episode, reward in enumerate(rewards):
         yield TrajectoryRow(
             ticket_id=ref.ticket_id,
@@ -308,7 +308,7 @@ async def _batch(
 
 
 def read_rows(manifest: BatchManifest, shards_dir: Path) -> int:
-    """Read all of a batch as one trainer rank does; how many rows."""
+    """Read a whole batch as one trainer rank does; return the number of rows."""
     rows_of: dict[str, list[int]] = {}
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)

@@ -100,7 +100,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def measure(paths: RunPaths, settings: Settings) -> dict[str, Any]:
-    """Let everything run; what happened after the run-in."""
+    """Let everything run, and return the counts after the run-in."""
     tally, ourselves = Tally(), os.getpid()
     with running_ledger(paths, settings) as ledger, ThreadPoolExecutor(SEALERS) as pool:
         cells = asyncio.create_task(run_cells(settings.nodes, paths, settings.tempo, tally, pool))

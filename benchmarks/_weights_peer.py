@@ -55,7 +55,7 @@ def receive(
 
 
 def main() -> None:
-    """Take in what is ordered until standard input ends."""
+    """Receive the ordered transfers until standard input ends."""
     config = json.loads(Path(sys.argv[1]).read_text())
     device = torch.device(config["device"])
     if device.type == "cuda":

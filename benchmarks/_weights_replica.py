@@ -52,7 +52,7 @@ class Update:
     publish_s: float
     """Time of the whole update, but for joining the group."""
     silence_s: float
-    """The longest time without a token of anybody, as clients see it."""
+    """Longest time in which no client got a token."""
 
 
 class Streams:

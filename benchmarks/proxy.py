@@ -156,7 +156,7 @@ class Bench:
         return float(statistics.median(getattr(sample, what) for sample in samples))
 
     def added_ms(self, size: str, concurrency: int, what: str) -> float:
-        """Median over rounds of what our proxy adds to the upstream's own latency."""
+        """Compute the median over rounds of our proxy's latency beyond the upstream's own."""
         pairs = zip(
             self.samples[Ours.name, size, concurrency],
             self.samples[Direct.name, size, concurrency],

@@ -38,7 +38,7 @@ async def run_first_command(runtime: Runtime, spec: SandboxSpec) -> Sandbox:
 
 
 async def measure_cold(runtime: Runtime, spec: SandboxSpec, rounds: int) -> float:
-    """Median; what the end of a sandbox takes is left out."""
+    """Measure the median of cold starts, without the ends of the sandboxes."""
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -49,7 +49,7 @@ async def measure_cold(runtime: Runtime, spec: SandboxSpec, rounds: int) -> floa
 
 
 async def measure_warm(runtime: Runtime, spec: SandboxSpec, rounds: int) -> float:
-    """Median; the pool has time to start another one before each."""
+    """Measure the median of warm starts; the pool has time to start another sandbox before each."""
     pool = SandboxPool(runtime, spec, 1)
     times = []
     try:

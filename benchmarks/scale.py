@@ -36,7 +36,7 @@ SLOW = Tempo(14.0, 2, 8, 10.0, with_shards=True)
 
 
 def settings_of(nodes: int, tempo: Tempo, run_in_s: float, measured_s: float) -> Settings:
-    """A batch is a quarter of what runs at once, so that admission holds nobody up."""
+    """Build settings; a batch is a quarter of the running tickets, so admission never waits."""
     batch_size = max(1, nodes * tempo.tickets_at_once // 4)
     return Settings(nodes, batch_size, run_in_s, measured_s, tempo)
 

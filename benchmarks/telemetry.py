@@ -95,14 +95,14 @@ def _read_children_cpu_s() -> float:
 
 
 def _reap_orphans() -> None:
-    """Wait for what the run's processes have left behind."""
+    """Wait for processes that the run has left behind."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
 
 
 def require_side(paths: RunPaths, side: str, steps: int) -> None:
-    """Refuse to compare runs that did not do what their side is to do.
+    """Refuse to compare runs that differ from their side's description.
 
     Raises:
         ClusterError: Steps are missing, or a kind of telemetry is there or missing unlike the side.

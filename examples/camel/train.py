@@ -22,7 +22,7 @@ from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 
 
 class CamelRLVRWorkflow(RolloutWorkflow):
-    """One conversation of a ChatAgent; `gconfig.n_samples` says how many there are of a task."""
+    """One conversation of a ChatAgent; `gconfig.n_samples` is their number per task."""
 
     def __init__(self, tokenizer: str, max_tokens: int) -> None:
         self.tokenizer = tokenizer

@@ -23,7 +23,7 @@ def add(x: Digit, y: Digit) -> int:
 
 
 class ToolAgent:
-    """Calls its tool until the model answers.
+    """Agent that calls its tool until the model answers.
 
     CAMEL counts tokens, and for a model it does not know it would download OpenAI's tokenizer:
     `tokenizer` is the directory of the model.

@@ -39,7 +39,7 @@ class MathAgent:
 
 
 class MultiTurnMathAgent(MathAgent):
-    """Agent that hears when its answer is wrong, and tries again; later successes are worth less.
+    """Agent that tries again after a wrong answer; later successes are worth less.
 
     With `trainer.objective.credit=turn` and a `turn_discount` the early turns of a success share in
     it less, too.

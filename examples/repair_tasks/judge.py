@@ -64,7 +64,7 @@ def run_case_and_compare(folder: str, module: str, case: dict[str, Any]) -> bool
 
 
 def kill_all_descendants() -> None:
-    """Kill all that was started, also what left its session: orphans become this one's."""
+    """Kill all started processes, also those that left the session: orphans become this one's."""
     while True:
         below = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         if not below:

@@ -101,7 +101,7 @@ def write_task_folder(
 
 
 def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Calls with what they should give; one at least shows the fault."""
+    """Draw calls with their expected results; at least one shows the fault."""
     drawn = [module.draw_arguments(rng) for _ in range(_DRAWN_CALL_COUNT)]
     expected = [call_and_name_error(module.source, module.name, arguments) for arguments in drawn]
     shows = next(

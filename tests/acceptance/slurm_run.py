@@ -62,7 +62,7 @@ class SlurmRun:
         self.cluster = cluster
         self.paths = RunPaths(root / "runs" / "quickstart" / "slurm")
         self.scratch = root / "scratch"
-        """A folder for each node, for what it alone has: nodes here share all others."""
+        """Folder for each node's own files: nodes here share all others."""
         self._food = root / "food"
         faults = root / "faults"
         faults.mkdir(parents=True)
@@ -97,7 +97,7 @@ class SlurmRun:
         self.areal_hpc("submit", "recipes/quickstart_slurm.yaml", fileroot)
 
     def preempt(self, job: str) -> float:
-        """Want one of the job's nodes for a moment, with higher priority; when that was."""
+        """Take one of the job's nodes for a moment, with higher priority; return the time."""
         whole = ("--partition=priority", "--exclusive", f"--nodelist={self.nodes(job)[-1]}")
         self.cluster.submit("sleep 1", *whole, "--mem=100")
         return time.time()
@@ -105,7 +105,7 @@ class SlurmRun:
     def sighting(self, job: str) -> Sighting:
         status = self.areal_hpc("status", str(self.paths.root))
         row = next(line for line in status.splitlines() if line.startswith(f"{job} "))
-        # A job that has just been submitted may have no log yet, which is told.
+        # A job that has just been submitted may have no log yet, and the command says so.
         self.areal_hpc("logs", str(self.paths.root), "-n", "5", job, codes=(0, 78))
         why = self.areal_hpc("why", str(self.paths.root), codes=(0, 1))
         return Sighting(re.split(r"\s{2,}", row)[2], why.splitlines()[0])

@@ -58,7 +58,7 @@ class FrameworkProgram:
     ignored: frozenset[str] = frozenset()
     """Parameters that it sends and the proxy ignores."""
     overflow: str = ""
-    """Output of a program that knows a prompt to be too long for the model."""
+    """Output of a program that recognizes a prompt too long for the model."""
     environment: str = "python"
     """Folder of the Python that has the framework."""
     knows_task_by: str = WITH_TOOLS
@@ -74,7 +74,7 @@ class FrameworkProgram:
             **{"DO_NOT_TRACK": "1", "TERM": "dumb", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
             **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key},
             **{"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
-            # What asks for the rest of the world all the same finds nobody.
+            # Requests to the rest of the world get no answer.
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
             "NO_PROXY": "127.0.0.1,localhost",
         }
@@ -296,7 +296,7 @@ class Scene:
         return self._stage.tokenizer.decode(ids, skip_special_tokens=False)
 
     def play(self, folder: Path) -> tuple[int, str, str]:
-        """Exit status, output, and that with all else that may tell what went wrong."""
+        """Return exit status and output of the program, and a report for a failure."""
         proxy = self._stage.proxy
         done = self._program.run(proxy.url, self._key, folder / "home")
         outputs = (done.stdout[-3000:], done.stderr[-3000:], proxy.log.read_text()[-3000:])

@@ -94,7 +94,7 @@ class Played:
         self.rewards: dict[str, float] = {}
         self.ended = False
         self.was_left = False
-        """A stream was left: when its record comes is not known to the client."""
+        """The client left a stream, so it does not know when its record comes."""
 
     def body(self, dialect: str, question: str) -> dict[str, Any]:
         turns = [
@@ -274,7 +274,7 @@ SOUND: dict[str, dict[str, Any]] = {
 }
 """Least body of a sound request, by route."""
 LONG_POLLS = ("/rl/offer_episode", "/rl/await_session")
-"""Routes that keep a request as long as it says."""
+"""Routes that hold a request for the time that it gives."""
 HANG_S = 10.0
 """A request that takes longer counts as one that hangs: the scripted model needs milliseconds."""
 CHECKS = [
@@ -389,7 +389,7 @@ VOCAB = 320
 """Vocabulary of the light run's model."""
 MAX_RESIDENT_MB = 1500
 MAY_FAIL = {"502", "503", "504"}
-"""Answers of a service that is well, about one behind it: a server that was told to be away."""
+"""Statuses by which a healthy service reports a server behind it that refuses on request."""
 
 
 @pytest.fixture

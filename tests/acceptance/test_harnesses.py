@@ -130,7 +130,7 @@ REF = TicketRef(1, 0)
 CONTEXT_TOKENS = 131072
 PROGRAM_S = 400.0
 MARK = "HARNESS_SCENE"
-"""A variable by which the processes of a scene are known."""
+"""Variable in the environment of a scene's processes."""
 TASK_FOLDER_TEXTS = {
     "greeting.py": 'print("good morning")\n',
     "notes.txt": "greet in the evening\n",
@@ -288,7 +288,7 @@ class Scene:
             reward=f"{__name__}:judge",
             timeout_s=PROGRAM_S,
             context_tokens=self._told_context_tokens,
-            # What asks for the rest of the world all the same finds nobody.
+            # Requests to the rest of the world get no answer.
             variables={
                 MARK: str(self.folder),
                 **{"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"},

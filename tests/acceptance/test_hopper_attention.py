@@ -44,7 +44,7 @@ print("forward and backward are compiled")
 
 
 def list_pins(package: str) -> list[str]:
-    """A package of the lock and what it needs beside PyTorch, with their versions."""
+    """List a package of the lock and its requirements beside PyTorch, with their versions."""
     packages = tomllib.loads((CHECKOUT / "uv.lock").read_text())["package"]
     pins: dict[str, str] = {}
     missing = [package]

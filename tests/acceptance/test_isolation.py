@@ -105,8 +105,8 @@ def test_no_attack_succeeds_inside_a_job(
     record_attacks(f"{isolation}{IN_JOB}{limits}", note_of(tmp_path), run.paths)
 
 
-def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
-    """Assert that no attack of a run succeeded or cost anything else, and keep what stopped it."""
+def record_attacks(setting: str, note: Path, paths: RunPaths) -> None:
+    """Check that no attack of a run succeeded or cost anything, and keep each wall's answer."""
     attacks = [json.loads(line) for line in note.read_text().splitlines()]
     broke = {attack["attack"]: attack["broke"] for attack in attacks if attack["broke"]}
     assert broke == {}
@@ -115,7 +115,7 @@ def record_attacks(place: str, note: Path, paths: RunPaths) -> None:
     assert all(times_played[name] >= EPISODES for name in tool.ATTACKS)
     assert sum(name.endswith(": later") for name in times_played) > len(tool.ATTACKS) // 2
     assert events_of(paths, "episode_failed") == []
-    add_results("isolation", **{place: summarize(attacks)})
+    add_results("isolation", **{setting: summarize(attacks)})
 
 
 def summarize(attacks: list[dict[str, Any]]) -> dict[str, str]:

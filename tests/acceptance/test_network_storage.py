@@ -126,7 +126,7 @@ def nodes(tmp_path: Path) -> Iterator[dict[str, StorageNode]]:
 def test_a_failed_episode_is_seen_on_other_nodes_within_seconds(
     nodes: dict[str, StorageNode], tmp_path: Path
 ) -> None:
-    """Nodes believe a file's attributes for up to a minute: a mere `stat` would see nothing."""
+    """Look on nodes that cache a file's attributes for up to a minute: a `stat` sees nothing."""
     path = tmp_path / "runs/events.jsonl"
     python = nodes["cell"].write_python(tmp_path / "python-cell", Path(sys.executable))
     EventLog(path, "launcher").record("job_submitted")  # as every launch begins

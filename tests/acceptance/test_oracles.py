@@ -136,7 +136,7 @@ def measure(ours: Array, expected: Array) -> float:
 
 
 def report(part: str, rows: list[Row]) -> None:
-    """Keep what was measured, and fail where a number is not theirs."""
+    """Keep the measurements, and fail where a number is not theirs."""
     add_results("oracles", **{part: rows})
     assert [row for row in rows if row[2] > BOUND] == []
 

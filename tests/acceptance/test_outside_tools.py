@@ -178,7 +178,7 @@ print(json.dumps({
 
 
 def play(rng: random.Random, task: int) -> MadeEpisode:
-    """An episode of one call, with as many tokens as it happens to have."""
+    """Make an episode of one call with a random number of tokens."""
     reply = [rng.randrange(10, 150_000) for _ in range(rng.randrange(1, 300))]
     return MadeEpisode(
         calls=1, call_tokens=len(reply), reply=reply, task=task, text=f"a {rng.random()}"
@@ -318,7 +318,7 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
         return [row["step"] for row in read_metrics(run.paths.metrics)]
 
     def is_between_checkpoints() -> bool:
-        """Some steps are told that no checkpoint has, and wandb has a part."""
+        """Check for steps in the metrics that no checkpoint has, and for a part of wandb."""
         saved = [
             checkpoint.state.step for checkpoint in list_checkpoints(run.paths.checkpoints_dir)
         ]

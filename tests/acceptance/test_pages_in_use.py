@@ -59,7 +59,7 @@ MAX_SERVER_BYTES = 300e6
 
 
 def play(rng: random.Random, task: int) -> MadeEpisode:
-    """An episode of one call, whose reply has some 30 words."""
+    """Make an episode of one call, whose reply has some 30 words."""
     reply = [rng.randrange(10, 150_000) for _ in range(rng.randrange(10, 300))]
     return MadeEpisode(
         cell=f"cell-{task % 2}",
@@ -400,7 +400,7 @@ def test_what_the_reader_is_at_outlasts_news(environ: dict[str, str], tmp_path: 
         await page.ask(point.format("move", 1))
         await hear_news(shown=False)
         await page.ask(point.format("move", 0))
-        await page.await_true(IS_NEW)  # that it was let go was not told
+        await page.await_true(IS_NEW)  # no event reports the release
 
         await show(page, address, "metrics", query)
         await page.ask("scrollTo(0, document.documentElement.scrollHeight)")

@@ -74,7 +74,7 @@ def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
 
 
 def train(name: str, recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, Any]:
-    """Run a recipe to its end, judged on many tasks, and keep what it came to, by this name."""
+    """Run a recipe to its end, judged on many tasks, and keep its results by this name."""
     began = time.monotonic()
     judged = (f"valid_dataset.kwargs.size={HELD_OUT_TASKS}", f"evaluation.tasks={HELD_OUT_TASKS}")
     run_recipe(recipe, seed, fileroot, *judged, *overrides)

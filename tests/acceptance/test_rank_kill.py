@@ -56,7 +56,7 @@ class RankKiller:
         wait_for(lambda: self.version().step >= last, RECOVERY_TIMEOUT_S)
 
     def kill(self, rank: int) -> float:
-        """Kill one, and wait for the next step of those that begin anew; the seconds until then."""
+        """Kill one rank; return the seconds until the next step after the restart."""
         old, before = self.ranks(), self.version()
         struck_at = time.time()
         old[rank].kill()

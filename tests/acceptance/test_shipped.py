@@ -138,7 +138,7 @@ GROUPS = 4
 
 
 def come_and_go(run_dir: Path, is_over: threading.Event) -> int:
-    """A person who talks again and again; how many talks ended with a reward."""
+    """Talk again and again; return the number of talks that ended with a reward."""
     rewarded = 0
     while not is_over.is_set():
         with suppress(httpx.TransportError):  # the proxy comes and goes with the run

@@ -61,7 +61,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
 
 
 class FaultyRun:
-    """A submitted run, and what `why --slow` says of it when it has ended."""
+    """A submitted run, and the answer of `why --slow` after its end."""
 
     def __init__(self, places: Places, fileroot: Path) -> None:
         self.cluster, self._model = places.cluster, places.model

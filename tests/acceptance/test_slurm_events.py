@@ -27,7 +27,7 @@ TIME_LIMIT_MIN = 4
 STEPS_LEFT = 3
 """Steps that a resumed run is to take before it has finished."""
 AFTER_SIGNAL_S = 2.0
-"""Time for which a held rank stays so when all have been told to stop."""
+"""Time for which a held rank stays so after all were told to stop."""
 TASKS_LEAVE_S = 60.0
 LEARNING_TIMEOUT_S = 3600.0
 KILLED = 128 + 9
@@ -83,7 +83,7 @@ def record(part: str, figures: dict[str, Any]) -> None:
 
 
 def keep(run: SlurmRun, name: str, sighting: Sighting, figures: Row) -> Row:
-    """Record an event: what the commands said in it, its figures, and the audit of now."""
+    """Record an event: the commands' output in it, its figures, and the present audit."""
     words = {"status": sighting.state, "why": sighting.why}
     row = {**words, **figures, "audit": run.audited()}
     record("events", {name: row})
@@ -209,7 +209,7 @@ def set_down(run: SlurmRun, node: str) -> None:
 
 
 def lose(run: SlurmRun, node: str) -> None:
-    """Cut a node's power, and take what only that node had."""
+    """Cut a node's power, and delete that node's own files."""
     run.cluster.done("kill-node", node)
     assert list((run.scratch / node).glob("*/journal*"))
     shutil.rmtree(run.scratch / node)

@@ -43,7 +43,7 @@ SETTLED_S = 60.0
 """A process younger than this still grows by itself."""
 ENOUGH_LOOKS = 20
 WEIGH_EVERY_S = 3.0
-"""Reading what all processes of the machine are takes a processor for a while."""
+"""Period of measurements: reading all processes of the machine takes a processor for a while."""
 MAX_GROWTH = 1.15
 
 ROLES = {
@@ -175,7 +175,7 @@ def role_of(command: list[str]) -> str:
 
 
 def soak_a_part(root: Path, kills: int, seed: int) -> dict[str, Any]:
-    """A run that is killed so often, and what came of it."""
+    """Run once with so many kills, and return the results."""
     began, run = time.monotonic(), Soak(root, random.Random(seed))
     with interrupted_at_end(run):
         run.soak(kills)

@@ -76,7 +76,7 @@ class Field:
         )
 
     def next_sender(self) -> None:
-        """The trainer's next start; the one before it is gone or goes now."""
+        """Start the trainer again; its last start is gone or goes now."""
         self.sender.stop()
         self.sender, self._spare = self._spare, self._new_sender()
         self.sender.await_ready()
@@ -117,7 +117,7 @@ class Field:
         return sends
 
     def set_traps(self, phase: str, party: str) -> Callable[[], float]:
-        """Arrange the kill; the result waits for it and tells when it was."""
+        """Arrange the kill; the returned function waits for it and returns its time."""
         route, nth, is_in_flight = PHASES[phase]
         of_sender = party.startswith("sender")
         struck = threading.Event()
@@ -242,7 +242,7 @@ def test_agents_get_only_verified_weights(field: Field, party: str, phase: str) 
 
 
 def await_own_end(field: Field, old: str, before: list[ReplicaView], phase: str) -> float:
-    """Wait until the cells have ended, without a sender, what the dead one left."""
+    """Wait until the cells have ended the dead sender's update, without a sender."""
     for cell, past in zip(field.cells, before, strict=True):
         assert cell.replica().version in ("", old)
         if phase in UNTOUCHED:

@@ -66,7 +66,7 @@ class Scene(agent.Hostile):
         }
 
     def prepare(self) -> None:
-        """Make what attacks look for; all of it is the sandbox's user's."""
+        """Make the targets of attacks; all belong to the sandbox's user."""
         for name in ("key", "records", "answers"):
             (self.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (self.run_dir / name).write_text(name)

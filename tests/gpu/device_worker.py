@@ -64,7 +64,7 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
 
 
 def relative_gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Compute the norm of the difference over the norm of the expected tensor."""
     expected = expected.float()
     return float(((actual.float() - expected).norm() / expected.norm()).item())
 
@@ -117,7 +117,7 @@ def loop_over_experts(inputs: list[torch.Tensor], counts: list[int]) -> torch.Te
 
 
 def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> dict[str, Any]:
-    """The kernel on one matrix of logits against a log-softmax of a few of its rows."""
+    """Compare the kernel on one matrix of logits with a log-softmax of a few of its rows."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(rows, 32, generator=generator).to(device, dtype)
     matrix = torch.randn(vocab, 32, generator=generator).to(device, dtype)
@@ -216,7 +216,7 @@ def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 def learning(
     device: torch.device, dtype: torch.dtype, sizes: Sizes, max_tokens: int
 ) -> dict[str, Any]:
-    """Steps on one batch: what was rewarded must become likelier, what was punished rarer."""
+    """Step on one batch: rewarded tokens must become likelier, punished ones rarer."""
     trainee = Trainee(make_hf_model(sizes, device, dtype), device, dtype, max_tokens=2048)
     generator = np.random.default_rng(9)
     rows = []

@@ -49,7 +49,7 @@ def test_the_trainer_agrees_with_transformers(findings: Findings) -> None:
     assert exact["micro_batches"] > 1
     assert exact["logprob"] <= 1e-4
     assert exact["gradient"] <= 1e-4
-    # In 16 bits nobody is exact: ours may err as much as transformers does, and a half more.
+    # In 16 bits neither is exact: our error may be 1.5 times that of transformers.
     assert rounded["logprob"] <= 1.5 * rounded["logprob_of_transformers"]
     assert rounded["gradient"] <= 1.5 * rounded["gradient_of_transformers"]
 

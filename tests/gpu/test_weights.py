@@ -45,7 +45,7 @@ def test_two_ranks_exchange_over_nccl(device: Device, tmp_path: Path) -> None:
         return
     count, version = torch.cuda.device_count(), tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     if count == 1 and version < SHARING_NCCL:
-        # NCCL refuses two ranks on one GPU: there is nobody to exchange with.
+        # NCCL refuses two ranks on one GPU: there is no peer.
         print(f"one GPU and NCCL {version}: collectives of two ranks are not tested here")
         return
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if count == 1 else {}

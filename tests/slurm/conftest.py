@@ -22,7 +22,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
 
 @pytest.fixture
 def cluster(shared: Devcluster) -> Iterator[Devcluster]:
-    """The shared cluster; what the test did to it is undone."""
+    """Yield the shared cluster; afterwards undo the test's changes to it."""
     yield shared
     shared.restore()
 

@@ -29,7 +29,7 @@ def _begin(config: dict[str, str]) -> None:
 
 
 def steady(config: dict[str, str]) -> None:
-    """Work until all is done, or until told to stop; then save, which takes a while."""
+    """Work until all is done, or until a signal to stop; then save, which takes a while."""
 
     def save(number: int, frame: object) -> None:
         time.sleep(0.5)
@@ -67,7 +67,7 @@ def show_gpus(config: dict[str, str]) -> None:
 
 
 def slow_saver(config: dict[str, str]) -> None:
-    """Say that a save takes eight seconds; when told to stop, say how much time there is."""
+    """Announce a save of eight seconds; at a signal to stop, note the time that is left."""
     record_checkpoint_duration(8.0)
 
     def look(number: int, frame: object) -> None:

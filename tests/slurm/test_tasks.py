@@ -107,7 +107,7 @@ def test_ranks_start_again_on_their_nodes_and_then_slurm_is_asked(
     assert job.restarts() == 1, "after the last death that is answered within the job"
     events = read_readable_records(job.run.events)
     died = [event for event in events if event["event"] == "process_exited"]
-    # Rank 0, which is told of the end of rank 1 by nothing but its supervisor, is no cause.
+    # Rank 0, which learns of the end of rank 1 from its supervisor alone, is no cause.
     assert [event["exit_code"] for event in died] == [128 + signal.SIGKILL] * (1 + RESTARTS)
     assert sum(event["event"] == "ranks_restarted" for event in events) == RESTARTS
 

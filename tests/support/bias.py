@@ -88,7 +88,7 @@ def compute_mean_gradient(
         if built is None:
             scores = _score_rows(task, batch, rows)
             built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective, scores)
-            if scores is NO_SCORES:  # then what was said where decides nothing
+            if scores is NO_SCORES:  # then the chosen tokens decide nothing
                 known[key] = built
         tokens = sum(int(row.loss_mask_T.sum()) for row in built)
         for row, built_row in zip(rows, built, strict=True):

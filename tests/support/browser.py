@@ -25,7 +25,7 @@ KEY_CODES = {
 
 
 class Page:
-    """A tab. What its console calls an error, and what it asks for, is kept."""
+    """A tab, which keeps its requests and the errors of its console."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -143,7 +143,7 @@ async def _await_port(file: Path) -> int:
 
 
 def in_browser(folder: Path, act: Callable[[Page], Any]) -> Any:
-    """Have a coroutine act on a page of a browser that then ends; what it returns."""
+    """Run a coroutine on a page of a browser that then ends; return its result."""
 
     async def run() -> Any:
         async with open_page(folder) as page:

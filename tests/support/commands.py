@@ -48,7 +48,7 @@ def areal_hpc(
 def start_areal_hpc(
     *arguments: object, environ: Mapping[str, str], before: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """`areal-hpc` at work, below what stands `before`; its standard output is a pipe."""
+    """Start `areal-hpc` behind the words of `before`; its standard output is a pipe."""
     return subprocess.Popen(
         [*map(str, (*before, *PROGRAM, *arguments))],
         cwd=CHECKOUT,

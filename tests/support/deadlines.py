@@ -55,7 +55,7 @@ def scaled(seconds: float) -> float:
 
 
 class Deadline:
-    """The end of a wait; it moves while the machine is found to be slower than was known."""
+    """End of a wait; it moves while the machine proves slower than its known speed."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s

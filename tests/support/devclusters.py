@@ -39,7 +39,7 @@ class Devcluster:
         return replace(self, user=name)
 
     def give_to_user(self, *paths: Path) -> None:
-        """Make files and folders those of who calls Slurm's commands."""
+        """Give files and folders to the user of Slurm's commands."""
         for path in paths:
             if self.user:
                 shutil.chown(path, self.user)

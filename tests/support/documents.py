@@ -84,7 +84,7 @@ class Patch:
 
 
 def patched(block: Block, text: str, patches: tuple[Patch, ...]) -> str:
-    """The text of a block, and of what stands around it, as it is run."""
+    """Patch the text of a block or of its scene for the run."""
     for patch in patches:
         assert patch.old in text, f"{block.key} holds no {patch.old!r}"
         text = text.replace(patch.old, patch.new)

@@ -23,7 +23,7 @@ def python_of(environment: str) -> Path:
 
 
 def find_uv() -> str:
-    """The uv that scripts/setup.sh uses: that on the PATH, else the one that it fetched."""
+    """Find the uv of scripts/setup.sh: that on the PATH, else the fetched one."""
     fetched = CHECKOUT / ".venvs" / "uv" / "bin"
     program = shutil.which("uv", path=f"{os.environ['PATH']}:{fetched}")
     assert program

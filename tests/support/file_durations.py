@@ -37,7 +37,7 @@ def estimate_s(file: str) -> float:
 
 
 def write_table(durations_s: dict[str, float]) -> None:
-    """Keep what files that did not run took before."""
+    """Write the table; files that did not run keep their earlier times."""
     kept = {name: s for name, s in read_table().items() if (TABLE.parents[1] / name).exists()}
     table = {**kept, **{name: round(s, 1) for name, s in durations_s.items()}}
     TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")

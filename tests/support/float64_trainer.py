@@ -23,7 +23,7 @@ def load_float64_model(model_dir: Path) -> Any:
 
 
 def score_row(model: Any, row: TrajectoryRow) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the trained tokens of a row, and entropies of what they came from."""
+    """Compute log-probabilities of a row's trained tokens, and entropies of their distributions."""
     ids = torch.from_numpy(row.input_ids_T).long()
     logprobs_TV = torch.log_softmax(model(ids[None]).logits[0, :-1] / row.temperature, -1)
     is_trained = torch.from_numpy(row.loss_mask_T[1:] != 0)

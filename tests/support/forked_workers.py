@@ -45,7 +45,7 @@ class ForkedWorkers:
     def __init__(self, count: int, *of_parent: object) -> None:
         """Take further plugins that are the parent's alone."""
         self.is_cut_off = False
-        """A worker died, and what was left of its group did not run."""
+        """A worker died, and the rest of its group did not run."""
         self._count = count
         self._of_parent = (self, *of_parent)
         self._workers: dict[Connection, Worker] = {}

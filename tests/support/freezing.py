@@ -27,7 +27,7 @@ class FreezableDisk:
         said_by(run_program("mount", "-o", "loop", image, self.root))
 
     def freeze(self, seconds: float) -> None:
-        """Keep whoever writes to it waiting for so long."""
+        """Make its writers wait for so long."""
         said_by(run_program("fsfreeze", "--freeze", self.root))
         try:
             time.sleep(seconds)

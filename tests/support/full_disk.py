@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(limit_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond the limit; Python ignores the signal that says so."""
+    """Limit the size of files of this process; Python ignores the signal of the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:

@@ -84,7 +84,7 @@ class Request(NamedTuple):
 
 
 class FuseChannel:
-    """A mounted file system, seen from the side that answers for it."""
+    """A mounted file system, on the side of its server."""
 
     def __init__(self, mountpoint: Path) -> None:
         """Mount. Needs root."""

@@ -14,7 +14,7 @@ from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
 
 
 class GymStage:
-    """The model says `lines`, one a call, and then the last one for ever."""
+    """Stage whose model writes `lines`, one a call, and then the last one forever."""
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ class Cell:
     def generate_live(
         self, input_ids: list[int], index: int, heard: Callable[[int], None], **sampling: Any
     ) -> dict[str, Any]:
-        """The same, and `heard` is told how many tokens there are whenever there are more."""
+        """Generate, and call `heard` with the number of tokens whenever there are more."""
         pieces: list[dict[str, Any]] = []
         request = self._generation(input_ids, index, sampling, stream=True)
         with httpx.stream("POST", **request) as answer:
@@ -190,7 +190,7 @@ def running_cell(
     trainer: Mapping[str, Any] = MappingProxyType({}),
     **inference: Any,
 ) -> Iterator[Cell]:
-    """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
+    """Yield a cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
     model.save_pretrained(write_model_dir(paths.starting_model_dir))
     write_role_recipe(paths, inference=inference, trainer=trainer)

@@ -223,6 +223,6 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
 
 
 def random_model(folder: Path) -> Path:
-    """A model of random weights, for runs of which nobody asks what they learn."""
+    """Make a model of random weights, for runs whose learning does not matter."""
     make_tiny_model(folder, ["State the final answer to the following: 1 + 2 ="])
     return folder

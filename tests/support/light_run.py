@@ -78,7 +78,7 @@ class LightRun:
         self.paths = RunPaths(root)
         self.total_steps = total_steps
         self.step = 0
-        """The last one that was trained."""
+        """Last trained step."""
         self.version = WeightVersion(0, 0)
         self._ranks = ranks
         self._scratch = scratch
@@ -158,7 +158,7 @@ class LightRun:
         return self._processes[service].poll() is None
 
     def restart(self, service: str) -> None:
-        """kill -9, if it lives, and another one."""
+        """Kill a service with kill -9, if it lives, and start another."""
         self._processes[service].kill()
         self._processes[service].wait()
         self.start(service)

@@ -26,7 +26,7 @@ from tests.support.light_run import CELL, LightRun
 from tests.support.service_keys import DEFECTS, KeyDefect, spoil_authorization
 
 HANG_S = 20.0
-"""A call that was not to wait takes milliseconds; one that takes longer hangs."""
+"""Time limit of a call that was not to wait: it takes milliseconds, or it hangs."""
 LEFT_AFTER_S = 0.3
 """Time limit for an answer to a call that may rightly wait: its caller then hangs up."""
 NEVER_ANSWERED = "left"
@@ -84,7 +84,7 @@ class Call:
     body: Any = None
     key: str = ""
     is_internal: bool = False
-    """The key is one of the run's own processes, no session's."""
+    """The key belongs to one of the run's own processes, not to a session."""
     headers: tuple[tuple[str, str], ...] = ()
     """Beside that of the key; their values may be made wrong, too."""
 
@@ -129,7 +129,7 @@ class Mutator:
         return how(call)
 
     def swell(self, call: Call) -> RawCall:
-        """A call with a great many of one thing in one place, of 64 KiB to 32 MiB in all."""
+        """Build a call with very many copies of a part in one value, 64 KiB to 32 MiB in all."""
         root = {"": json.loads(json.dumps(call.body))}
         holder: Any = root
         key: Any = ""
@@ -168,7 +168,7 @@ class Mutator:
         return self._encode(replace(call, headers=headers), body)
 
     def _spoil_one(self, value: Any) -> Any:
-        """The value with one place in it made odd."""
+        """Replace one part of a value by an odd one."""
         inner: Sequence[Any] = ()
         if isinstance(value, dict):
             inner = [*value]
@@ -236,7 +236,7 @@ class Sender:
         self._tls = make_client_tls(service_key) if self._address.scheme == "https" else None
 
     def send(self, raw: RawCall, before_last_byte: Callable[[], None] = lambda: None) -> str:
-        """The status of the answer, or how the call ended without one.
+        """Send a call; return the status of the answer, or how the call ended without one.
 
         Raises:
             TimeoutError: The service hangs.

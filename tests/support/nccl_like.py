@@ -146,7 +146,7 @@ def _pause_or_end() -> None:
 
 
 def register() -> None:
-    """Make the backend known to torch, once."""
+    """Register the backend with torch, once."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, NcclLikeGroup, devices="cpu")
     _ALL_OVER.clear()
@@ -158,7 +158,7 @@ def end_all() -> None:
 
 
 def join_as_member(host: str, port: int, group_name: str, rank: int, size: int) -> NcclLikeGroup:
-    """A receiver's end, in this process too: torch's registry knows a name only once."""
+    """Join a receiver's end, in this process too: torch's registry takes a name only once."""
     client = dist.TCPStore(host, port, None, False)  # type: ignore[attr-defined]
     store: Any = client
     for prefix in (group_name, f"{group_name}/", "cpu/"):

@@ -43,7 +43,7 @@ PHASES = {
 
 class Fault(NamedTuple):
     answer: Literal["breaks", "refuses", "none"]
-    """The connection breaks, SGLang is reported gone, or nobody says anything."""
+    """Answer to the sender: a broken connection, a report that SGLang is gone, or none."""
     receiver: Literal["dies", "hangs"]
 
 

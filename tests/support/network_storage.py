@@ -165,7 +165,7 @@ class StorageServer:
             self._channel.reply(request.unique, b"" if error else body, error)
 
     def _fail(self, request: Request, error: int) -> None:
-        """Answer with an error; what was asked for is done or not, or a write by half."""
+        """Answer with an error; the request is carried out or not, or a write by half."""
         fate = self._weather.choose_fate(request.opcode)
         if fate == "half":
             handle, offset, size_bytes, flags = _READ.unpack_from(request.body)
@@ -194,7 +194,7 @@ class StorageServer:
             return pack_no_entry(_cached_s(os.fstat(parent.fd)))
 
     def _enter(self, parent: Node, name: bytes) -> bytes:
-        """The entry of a name, which the kernel knows from now on."""
+        """Build the entry of a name, which the kernel has from now on."""
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent.fd)
         stat = os.fstat(fd)
         key = _key_of(stat)
@@ -222,7 +222,7 @@ class StorageServer:
                 del self._nodes[number], self._by_key[node.key]
 
     def _note_removal(self, parent: Node, name: bytes) -> None:
-        """Keep what is open of a file that this node is about to remove or to replace."""
+        """Keep open descriptors of a file that this node is about to remove or to replace."""
         try:
             key = _key_of(os.stat(name, dir_fd=parent.fd, follow_symlinks=False))
         except FileNotFoundError:
@@ -339,7 +339,7 @@ class StorageServer:
         return struct.pack("<II", os.pwrite(self._handles[handle].fd, data, offset), 0)
 
     def _lock(self, node: Node, body: bytes) -> bytes:
-        """flock, which NFS asks the server for. Nobody here waits for one."""
+        """Lock by flock, which NFS asks the server for. No request here waits for a lock."""
         handle, _, _, _, kind, _, lock_flags, _ = _LOCK.unpack_from(body)
         if not lock_flags & _IS_FLOCK:
             raise OSError(ENOSYS, "no record locks")

@@ -51,7 +51,7 @@ def _list_ignored_params_within(declared_type: inspect.Type, prefix: str) -> Ite
 
 
 def _list_object_types_within(declared_type: inspect.Type) -> Iterator[tuple[inspect.Type, str]]:
-    """Types of the objects that a value is or holds, each with what stands before their names."""
+    """List types of a value's objects, each with the prefix of their names."""
     match declared_type:
         case inspect.Metadata(extra={"items": declared}):
             yield inspect.type_info(declared), "[]."

@@ -44,7 +44,7 @@ def start_job_process(
     python: Path = Path(sys.executable),
     environ: Mapping[str, str] = os.environ,
 ) -> subprocess.Popen[bytes]:
-    """A process of a job, which takes this one for its supervisor; what it prints is logged.
+    """Start a process of a job, whose supervisor is this process; its output is logged.
 
     Its administrator allows so many open files, if a number is given.
     """
@@ -62,7 +62,7 @@ def start_job_process(
 
 
 def find_processes(*parts: object, in_environment: bool = False) -> list[psutil.Process]:
-    """Live processes, but for this one, whose command line (or environment) has all these parts."""
+    """Find live processes, but for this one, with all parts in command line (or environment)."""
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -95,7 +95,7 @@ def take_step(learner: Learner, paths: RunPaths, number: int) -> None:
 
 
 def begin_training(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> Learner:
-    """A learner with one step taken and saved, and a second step taken."""
+    """Make a learner with one step taken and saved, and a second step taken."""
     learner = make_learner(scenario, paths, keep_best)
     take_step(learner, paths, 1)
     learner.begin_checkpoint({})

@@ -94,7 +94,7 @@ def check_layouts_agree(
 def check_killed_run_ends_alike(
     ranks: RankServer, source: Path, folder: Path, fault: str, *settings: Any, **more: Any
 ) -> tuple[RunPaths, RunPaths, list[dict[str, Any]]]:
-    """A run that is killed and resumed ends with the bits of one that is left alone.
+    """Check that a killed and resumed run ends with the bits of one that is left alone.
 
     Both, and what the ranks of the one that was killed hold.
     """

@@ -11,7 +11,7 @@ _NOBODY_UID = 65534
 
 
 def make_root_file_system(folder: Path) -> Path:
-    """Fill a folder. It belongs to who sandboxes run as: to nobody, if that is root's decision."""
+    """Fill a folder. It belongs to the sandboxes' user: to nobody, if root decides."""
     for name in ("bin", "etc", "usr", "proc", "dev", "tmp", "data/old"):
         (folder / name).mkdir(parents=True)
     for name in PROGRAMS:

@@ -30,7 +30,7 @@ def published_weights(
 
 
 def trained_steps(paths: RunPaths) -> int:
-    """The last step that was trained, -1 before the first one."""
+    """Read the last trained step, -1 before the first one."""
     rows = read_readable_records(paths.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
@@ -47,7 +47,7 @@ def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def unpack_archive(file: Path, folder: Path) -> None:
-    """Unpack one of our own archives. Python 3.11 before .4 knows no filter."""
+    """Unpack one of our own archives. Python 3.11 before .4 has no filter."""
     options: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(file) as archive:
         archive.extractall(folder, **options)

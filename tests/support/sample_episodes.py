@@ -44,7 +44,7 @@ class MadeUpTurn:
 
 
 def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
-    """The interactions, one asked after the other; a reply extends an earlier one, or none."""
+    """Build the interactions, one after the other; a reply extends an earlier one, or none."""
     tree = InteractionTree()
     added: list[Interaction] = []
     for number, turn in enumerate(turns):

@@ -36,7 +36,7 @@ class ScriptedSlurm:
         self.answer("scontrol", f"case $1 in {';;'.join(cases)};; esac")
 
     def list_running(self, *job_ids: str) -> None:
-        """Have squeue know of these jobs that they run, and of no others."""
+        """Make squeue list these jobs as running, and no others."""
         row = "$id|RUNNING|None|n01|N/A|N/A|0|0|||"
         query = f'case ",${{@: -1}}," in *[=,]$id,*) echo "{row}";; esac'
         self.answer("squeue", f"for id in {' '.join(job_ids)}; do {query}; done")

@@ -141,7 +141,7 @@ def _stream(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
 
 
 def main() -> None:
-    """Update as told until rank 0's standard input ends."""
+    """Update on orders until rank 0's standard input ends."""
     config = json.loads(sys.argv[1])
     rank, ranks, directory = config["rank"], config["ranks"], Path(config["directory"])
     if config["backend"] == nccl_like.BACKEND:

@@ -48,7 +48,7 @@ def load_policy(model_dir: Path, device: torch.device) -> TrainedNetwork:
 def make_training_row(
     input_ids: Sequence[int], scored_from: int, channels: Mapping[str, Sequence[float] | float]
 ) -> TrainingRow:
-    """A row whose tokens from a place on are scored; a channel of one number has it everywhere."""
+    """Make a row whose tokens from a position on are scored; a channel is one number everywhere."""
     mask_T = np.zeros(len(input_ids), dtype=np.uint8)
     mask_T[scored_from:] = 1
     filled = {

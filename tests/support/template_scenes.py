@@ -87,14 +87,14 @@ class PlayedTurn:
 
 @cache
 def build_template_and_encoder(template_source: str) -> tuple[ChatTemplate, TokenEncoder]:
-    """A template, and a tokenizer for which each mark in it is one token."""
+    """Build a template, and a tokenizer for which each mark in it is one token."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(sorted({*_MARK_PATTERN.findall(template_source)}))
     return ChatTemplate(template_source, SPECIAL_TOKENS), TokenEncoder(tokenizer)
 
 
 def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[PlayedTurn]:
-    """The turns of a conversation after the first; ChatTemplateError for one that is refused."""
+    """Play the turns of a conversation after the first; ChatTemplateError for a refused one."""
     template, encoder = build_template_and_encoder(template_source)
     tree = InteractionTree()
     uses_tools = any(message["role"] == "tool" for message in scene)

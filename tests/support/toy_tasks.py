@@ -38,7 +38,7 @@ class ToyEpisode:
 
 @dataclass(frozen=True)
 class ToyTask:
-    """Episodes, how likely each is to be sampled, and what the best estimate would be."""
+    """Episodes, their chances, and their best estimate."""
 
     episodes: list[ToyEpisode]
     policy: Array
@@ -48,7 +48,7 @@ class ToyTask:
     behavior: Array
     """The policy whose log-probabilities were recorded."""
     target: Array
-    """Weight of each episode's reward in what the run is after."""
+    """Weight of each episode's reward in the run's aim."""
     keep: Callable[[Sequence[int]], Iterator[tuple[Sequence[int], float]]]
     """The groups that are trained of the episodes that were begun, with their shares."""
     begun: int
@@ -68,7 +68,7 @@ class ToyTask:
 
     @cached_property
     def truth(self) -> Array:
-        """The gradient, by the policy's logits, of what the run is after in the mean."""
+        """Compute the gradient, by the policy's logits, of the run's aim in the mean."""
         near = self.teacher if self.reference is None else self.reference
         costs = np.zeros_like(self.policy)
         if near is not None:
@@ -99,7 +99,7 @@ def get_context(history: Sequence[int]) -> int:
 
 
 def list_linear_episodes(seed: int, kind: str) -> list[ToyEpisode]:
-    """Conversations, with a reward at the end, or with `turn` one for each reply."""
+    """List conversations, with a reward at the end, or with `turn` one for each reply."""
     generator = np.random.default_rng(seed + 1000)
     episodes = []
     for length in range(1, MAX_TURNS + 1):
@@ -230,7 +230,7 @@ def compute_values(task: ToyTask, credit: str = "turn") -> Array:
 
 
 def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bool) -> ToyTask:
-    """The task sampled by another policy than the trainer takes it for.
+    """Have the task sampled by another policy than the trainer assumes.
 
     Args:
         task: As it was.
@@ -253,7 +253,7 @@ def take_best(policy: Array, contexts: slice) -> Array:
 
 
 def take_likely(policy: Array, top_p: float, contexts: slice) -> Array:
-    """A policy that in some contexts takes one of the likeliest tokens, `top_p` of them."""
+    """Make a policy that in some contexts takes one of the likeliest tokens, `top_p` of them."""
     acting = policy.copy()
     for row in acting[contexts]:  # each a view
         order = np.argsort(-row)
@@ -264,7 +264,7 @@ def take_likely(policy: Array, top_p: float, contexts: slice) -> Array:
 
 
 def record_turns(task: ToyTask, turns: Sequence[int], **recorded: Any) -> ToyTask:
-    """The task with what a proxy records of how the replies of these numbers were sampled."""
+    """Add a proxy's records of the sampling of these replies to the task."""
     episodes = []
     for episode in task.episodes:
         changed = [replace(t, **recorded) if i in turns else t for i, t in enumerate(episode.turns)]

@@ -17,7 +17,7 @@ def wait_for(
     *,
     every_s: float = 0.02,
 ) -> None:
-    """Return once the condition holds; fail with what `why` returns if it does not in time.
+    """Return once the condition holds; at the deadline fail with the result of `why`.
 
     A slower machine has longer.
     """
@@ -33,7 +33,7 @@ def await_endpoint(
     within_s: float = 60.0,
     process: subprocess.Popen[bytes] | None = None,
 ) -> ServiceEndpoint:
-    """The endpoint of a service once it is published, by `process` if that is said."""
+    """Wait for a service to publish its endpoint, `process` if given."""
     endpoints: list[ServiceEndpoint] = []
 
     def is_published() -> bool:

@@ -42,7 +42,7 @@ def probe_of(model: PreTrainedModel) -> Probe:
 
 
 def save_update(model: PreTrainedModel, path: Path) -> None:
-    """Write what a sender in another process publishes: a model's weights and its probe."""
+    """Write a model's weights and its probe for a sender in another process."""
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, path)
     path.with_suffix(".probe").write_bytes(msgspec.json.encode(probe_of(model)))
 

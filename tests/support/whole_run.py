@@ -30,7 +30,7 @@ PROGRAMS = {
     "podman": "sandboxes on podman",
     "apptainer": "sandboxes on Apptainer (a stand-in takes its place)",
 }
-"""Program -> what goes untested on a machine without it."""
+"""Program -> the tests that a machine without it leaves out."""
 NEVER_TESTED = "CUDA devices (make gpu), acceptance (make nightly)"
 
 

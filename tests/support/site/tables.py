@@ -67,7 +67,7 @@ def _render_commands() -> str:
 
 
 def _quote_help(parser: argparse.ArgumentParser) -> str:
-    """The help of a command, without its usage and what is said of `--help`."""
+    """Quote the help of a command, without its usage and the line of `--help`."""
     parser.usage = argparse.SUPPRESS
     text = parser.format_help().replace("show this help message and exit", "")
     text = re.sub(r"^  -h, --help *\n", "", text, flags=re.MULTILINE)
@@ -76,7 +76,7 @@ def _quote_help(parser: argparse.ArgumentParser) -> str:
 
 
 def _render_api() -> str:
-    """Instructions for mkdocstrings. `PPOTrainer` is one of AReaL's names."""
+    """Write instructions for mkdocstrings. `PPOTrainer` is one of AReaL's names."""
     names = [name for name in areal_hpc.__all__ if name not in ("__version__", "PPOTrainer")]
     objects = [getattr(areal_hpc, name) for name in names]
     return "\n\n".join(f"::: {item.__module__}.{item.__qualname__}" for item in objects)
