@@ -55,7 +55,7 @@ class SupervisedJob:
     name: str
     job_id: str = ""
     others: tuple[str, ...] = ()
-    """Jobs that a caretaker of this one knows beside the leading one; without any there is none."""
+    """Jobs that this job's caretaker watches beside the leading one; without any there is none."""
     leader: str = "trainer"
 
     @property
@@ -101,7 +101,7 @@ class SupervisedJob:
         setup: tuple[str, ...] = (),
         **slurm: object,
     ) -> None:
-        """Write what the job needs, and submit it, this time with some further options.
+        """Write the job's files, and submit it, this time with some further options.
 
         `setup` are lines of its script before the tasks start.
         """
@@ -145,7 +145,7 @@ class SupervisedJob:
         self.cluster.give_to_user(self.run.submissions)
 
     def stop_first_task(self) -> None:
-        """SIGTERM to the supervisor of the first task alone: the others hear of it by its note."""
+        """Send SIGTERM to the supervisor of the first task alone: the others read its note."""
 
         def is_it(words: list[str], environ: dict[str, str]) -> bool:
             # By its file, because jobs of the tests beside this one have the same numbers.
@@ -218,7 +218,7 @@ class SupervisedJob:
         return read_readable_records(self.run.events)
 
     def excluded(self) -> dict[str, str]:
-        """Nodes that the run must not get, and why."""
+        """Read the nodes that the run must not get, with the reasons."""
         return {
             row["node"]: row["reason"] for row in read_readable_records(self.run.excluded_nodes)
         }
@@ -244,7 +244,7 @@ class SupervisedJob:
 
 @dataclass(frozen=True)
 class OperatedRun:
-    """A run directory whose jobs are real and small: what operators' commands look at."""
+    """A run directory whose jobs are real and small, for operators' commands."""
 
     cluster: Devcluster
     paths: RunPaths

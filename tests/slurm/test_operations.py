@@ -158,7 +158,7 @@ def bare(tmp_path: Path) -> Iterator[Devcluster]:
 
 
 def tear_files(paths: RunPaths) -> None:
-    """Leave in every JSON-lines file what a full disk leaves, and a line joined to a fragment."""
+    """Leave a full disk's torn line in every JSON-lines file, and a line joined to a fragment."""
     index = paths.shard_index_dir / "cell-0.jsonl"
     files = [paths.submissions, paths.excluded_nodes, paths.events, paths.metrics]
     files += [paths.drops, paths.curriculum_draws, paths.sft_metrics, index]

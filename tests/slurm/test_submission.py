@@ -94,7 +94,7 @@ def test_what_a_killed_submission_left_is_named_and_dealt_with(
 def test_of_two_submissions_at_the_same_time_one_is_refused(
     cluster: Devcluster, run: Submitting, tmp_path: Path, hosts: int
 ) -> None:
-    """Those of two hosts have locks of their own, as on NFS with local locks."""
+    """Submissions of two hosts have locks of their own, as on NFS with local locks."""
     light = (*HELD, *light_overrides(tmp_path))
     run.paths.root.mkdir(parents=True)
     run.paths.lock.touch()

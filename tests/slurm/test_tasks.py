@@ -41,7 +41,7 @@ if os.environ.get("SLURM_PROCID") == os.environ["SHIFTED_RANK"]:
 
 
 def shift_clock(folder: Path, rank: int, by_s: float) -> tuple[str, ...]:
-    """Lines of a job's script: every Python of one of its tasks has a clock that is off."""
+    """Write lines of a job's script that shift the clock of every Python of one of its tasks."""
     (folder / "sitecustomize.py").write_text(SHIFTED_CLOCK)
     path = f"export PYTHONPATH={folder}:$PYTHONPATH"
     return (path, f"export SHIFTED_RANK={rank} SHIFT_S={by_s}")

@@ -16,7 +16,7 @@ from examples.quickstart.agent import ArithmeticAgent
 
 BITE_BYTES = 64 * 1024**2
 MOST_BITES = 96
-"""6 GiB: a host that holds nobody to a limit survives this."""
+"""6 GiB: a host without limits survives this."""
 
 
 class SlowAgent(ArithmeticAgent):
@@ -45,7 +45,7 @@ class LateAgent(ArithmeticAgent):
 
 
 class HungryAgent(SlowAgent):
-    """Answers, slowly; the episode that can remove the file `food` allocates until it is killed."""
+    """Slow agent; the episode that removes the file `food` allocates until killed."""
 
     def __init__(self, mean_pause_s: float, food: str) -> None:
         super().__init__(mean_pause_s)
@@ -114,7 +114,7 @@ class ChatAgent:
 
 
 class TwoTurnAgent(ChatAgent):
-    """Two turns of one conversation, the first of them streamed; blocks its event loop between."""
+    """Agent of two turns, the first of them streamed; it blocks its event loop between."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         reply = await self.ask(data, extra_kwargs)

@@ -269,7 +269,7 @@ with, where ratios are 1."""
 
 
 def prepare(scenario: str, name: str, seed: int) -> ToyTask:
-    """The task of a scenario with what an objective has beside it.
+    """Build the task of a scenario, with the networks that an objective needs.
 
     A reference has noise of .3 on all logits, a teacher of 1. A critic has learned all that can be
     learned, or nothing.

@@ -10,7 +10,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 async def ask(data: dict[str, Any], extra_kwargs: dict[str, Any], **request: Any) -> str:
-    """One model call through the SDK; what the model said."""
+    """Make one model call through the SDK; return the model's reply."""
     client = AsyncOpenAI(
         base_url=request.pop("base_url", extra_kwargs["base_url"]),
         api_key=extra_kwargs["api_key"],
@@ -92,7 +92,7 @@ class RaisesWhenBuilt:
 
 
 class TakesToken:
-    """A token, which nobody else may see."""
+    """Agent whose argument is a secret token."""
 
     def __init__(self, token: str) -> None:
         self.token = token

@@ -29,10 +29,10 @@ TOOL = Path(tool.__file__)
 SECRET_WORDS = {"HF_TOKEN": "hub-secret-word", "AWS_SECRET_ACCESS_KEY": "aws-secret-word"}
 """Variables of the job."""
 KEPT = "areal-kept"
-"""A file that lies in each folder of the machine that is attacked, and stays as it is."""
+"""A file in each folder of the attacked machine, which stays unchanged."""
 DAEMON_GONE_AFTER_S = scaled(4.0)
 COMMAND_TIMEOUT_S = 600.0
-"""A grammar that costs too much is refused once that has been tried."""
+"""Time limit of a command: a grammar that costs too much is refused only after a try."""
 OUTLASTED_TIMEOUT_S = 20.0
 MEMORY_MIB, DISK_MIB, FILES, PROCESSES = 512, 32, 3000, 40
 SANDBOX = {
@@ -189,7 +189,7 @@ class Hostile:
         }
 
     def _listen(self) -> int:
-        """A port of this machine, a socket file and an abstract one that answer."""
+        """Open a port of this machine, a socket file and an abstract one, which answer."""
         if not self._listeners:
             self._listeners = [socket.create_server(("127.0.0.1", 0))]
             self._listeners += [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
@@ -215,7 +215,7 @@ def _package_folders() -> list[Path]:
 
 
 def _find_slurm() -> DevclusterPaths | None:
-    """The devcluster whose job this is; None outside of jobs."""
+    """Find the devcluster whose job this is; None outside of jobs."""
     if "SLURM_JOB_ID" not in os.environ:
         return None
     return DevclusterPaths(Path(os.environ["SLURM_CONF"]).parents[1])
@@ -229,7 +229,7 @@ def _list_controllers(slurm: DevclusterPaths) -> Iterator[tuple[str, int]]:
 
 
 def _list_addresses(rendezvous_dir: Path) -> Iterator[tuple[str, int]]:
-    """The services of the run, SGLang's own ports among them."""
+    """List the services of the run, SGLang's own ports among them."""
     for path in rendezvous_dir.glob("*.json"):
         with contextlib.suppress(KeyError, ValueError):
             address = json.loads(path.read_bytes())["url"].rpartition("/")[2]

@@ -49,7 +49,7 @@ def processes() -> Iterator[str]:
 
 
 def read(path: str) -> bytes:
-    """The beginning of a file; nothing if it cannot be read."""
+    """Read the beginning of a file; nothing if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -60,7 +60,7 @@ def read(path: str) -> bytes:
 
 
 def views_of(path: str) -> Iterator[str]:
-    """The path, and the same through the root of every process."""
+    """List the path, and the same path through the root of every process."""
     yield path
     for pid in processes():
         yield f"/proc/{pid}/root{path}"
@@ -426,7 +426,7 @@ def write_into_channel(facts: dict[str, Any]) -> None:
 
 
 def post(route: str, body: object) -> int:
-    """The status that the model's endpoint answers with; 0 without an answer."""
+    """Post to the model's endpoint; return its status, 0 without an answer."""
     url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + route
     headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     headers["content-type"] = "application/json"
