@@ -1,4 +1,4 @@
-"""AReaL's names, under its own import root and under ours."""
+"""AReaL's names import under AReaL's import root and under ours, and its files become recipes."""
 
 import os
 import subprocess
@@ -99,16 +99,16 @@ def test_names_are_found_under_our_root_and_areal_stays_free(tmp_path: Path) -> 
 
 
 def test_names_are_found_under_areal_on_request(tmp_path: Path) -> None:
-    """All of them, in one process: they import much."""
+    """Check all names in one process, as they import much."""
     (tmp_path / "agent.py").write_text(AGENT)
-    told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
-    names = "".join(f"    {line}\n" for line in (IMPORTS + NEWER + told).splitlines())
+    arguments_check = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
+    names = "".join(f"    {line}\n" for line in (IMPORTS + NEWER + arguments_check).splitlines())
     tries = TRIES.format(lines=[*UNKNOWN]).replace("\n", "\n    ")
     text = f"{AWAITS_REWARD}{names}    {tries}"
-    first, *said = said_by(python(tmp_path, text, "-m", "areal_hpc.areal")).splitlines()
+    first, *problems = said_by(python(tmp_path, text, "-m", "areal_hpc.areal")).splitlines()
     assert first == "1.0", "computed in a process that finds the names too"
-    for found, expected in zip(filter(str.strip, said), UNKNOWN.values(), strict=True):
-        assert expected in found
+    for problem, expected in zip(filter(str.strip, problems), UNKNOWN.values(), strict=True):
+        assert expected in problem
 
 
 def test_a_script_may_ask_for_the_names_itself(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ FOLDER = Path(__file__).parent
 
 
 def migrated(*arguments: object) -> int:
-    """The exit code of `areal-hpc migrate`."""
+    """Return the exit code of `areal-hpc migrate`."""
     with pytest.raises(SystemExit) as ended:
         main(["migrate", *map(str, arguments)])
     assert isinstance(ended.value.code, int)
@@ -154,9 +154,9 @@ def test_a_file_becomes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert migrated(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", out) == 0
     assert "workflow: areal_hpc.areal.workflow.openai.math_agent.MathAgent" in out.read_text()
     assert "total_steps: 30" in out.read_text()
-    said = capsys.readouterr().out
-    assert "#   actor.adv_norm.mean_level: batch\n#     advantages" in said
-    assert "Before it can run" not in said
+    output = capsys.readouterr().out
+    assert "#   actor.adv_norm.mean_level: batch\n#     advantages" in output
+    assert "Before it can run" not in output
 
 
 def test_gsm8k_on_the_hub_is_migrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,19 +176,19 @@ def test_gsm8k_on_the_hub_is_migrated(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model: {path: /m}", "this is not an AReaL configuration"),
         ("{rollout: {n_samples: 4}, trainer: {}}", "this is a recipe"),
     ],
 )
 def test_other_files_are_refused(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "other.yaml"
     config.write_text(text)
     assert migrated(config) == 78
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands tell usage and an example; a dry run and options for SGLang do not move unseen."""
+"""Commands show usage and an example on errors; dry runs and SGLang's options stay as recorded."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ QUICKSTART = "recipes/quickstart.yaml"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("train", "there is no command 'train'; did you mean `areal-hpc run`?"),
         ("stauts x", "did you mean `areal-hpc status`?"),
@@ -36,10 +36,10 @@ QUICKSTART = "recipes/quickstart.yaml"
     ],
 )
 def test_a_usage_error_is_that_of_the_command_and_says_what_to_write(
-    words: str, said: str, capfd: pytest.CaptureFixture[str]
+    words: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(*words.split()) == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 PROXY = "proxy --tokenizer nowhere --admin-key-file nowhere --port"
@@ -47,7 +47,7 @@ UPSTREAM = "--upstream http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "migrate tests/contract/areal_config.yaml --rows 9 --out nowhere/x.yaml",
@@ -59,10 +59,10 @@ UPSTREAM = "--upstream http://127.0.0.1:9"
     ],
 )
 def test_an_argument_that_cannot_be_used_is_told_without_a_traceback(
-    words: str, said: str, capfd: pytest.CaptureFixture[str]
+    words: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(*words.split()) == 78
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_argument_that_cannot_be_used_is_told_without_a_traceback(
 )
 def test_a_script_that_is_asked_for_help_installs_nothing(name: str, tmp_path: Path) -> None:
     for program in ("apt-get", "curl", "npm", "pip", "sudo"):
-        write_program(tmp_path / program, "exit 1")  # a script that went on would install
+        write_program(tmp_path / program, "exit 1")  # a script that continues would install
     path = f"{tmp_path}:{os.environ['PATH']}"
     environ = {**os.environ, "UV": "true", "PATH": path}
     ended = run_program(CHECKOUT / "scripts" / f"{name}.sh", "--help", environ=environ)

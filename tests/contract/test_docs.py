@@ -1,4 +1,4 @@
-"""The documents are true where a machine can tell: links, paths, make targets, commands."""
+"""Links, paths, make targets and commands in the documents exist."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ PACKAGES = "|".join({path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
 def anchors(document: Path) -> set[str]:
-    """The fragments that headings of a document can be linked by."""
+    """Return the fragments by which links name headings of a document."""
     headings = re.findall(r"^#+ +(.+)$", document.read_text(), re.MULTILINE)
     return {
         re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
@@ -28,7 +28,7 @@ def anchors(document: Path) -> set[str]:
 
 
 def code_of(document: Path) -> str:
-    """Its code blocks and, a line each, its code spans."""
+    """Return the document's code blocks and, a line each, its code spans."""
     text, fence = document.read_text(), re.compile(r"^```.*?\n(.*?)^```", re.M | re.S)
     return "\n".join([*fence.findall(text), *re.findall(r"`([^`\n]+)`", fence.sub("", text))])
 
@@ -50,10 +50,10 @@ def test_links_paths_and_make_targets_exist() -> None:
         modules = set(re.findall(rf"(?<![\w./-])((?:{PACKAGES})/[\w/]*\.py)", code))
         if document.parent.name != "decisions":  # which also tell of what was
             gone += [path for path in sorted(modules) if not (PACKAGE / path).exists()]
-        made = re.findall(r"^\s*(?:\$ )?make ([a-z0-9-]+)", code, re.MULTILINE)
+        make_targets = re.findall(r"^\s*(?:\$ )?make ([a-z0-9-]+)", code, re.MULTILINE)
         wrong += [(document.name, link) for link in links if is_broken(link, document)]
         wrong += [(document.name, path) for path in gone]
-        wrong += [(document.name, f"make {name}") for name in made if name not in targets]
+        wrong += [(document.name, f"make {name}") for name in make_targets if name not in targets]
     assert wrong == []
 
 

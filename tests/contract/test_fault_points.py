@@ -1,4 +1,4 @@
-"""Faults strike at their points alone, threads end a process, a full run directory is told."""
+"""Faults strike at their points alone, dead threads end a process, a full disk is reported."""
 
 import errno
 import os
@@ -35,8 +35,8 @@ def test_a_process_kills_itself_at_the_visit_that_is_named() -> None:
         "while not fault_point('proxy.generate'): print()"
     )
     environ = {**os.environ, "AREAL_HPC_FAULTS": "proxy.generate@3=kill"}
-    done = run_program(sys.executable, "-uc", program, environ=environ)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "\n\n")
+    ended = run_program(sys.executable, "-uc", program, environ=environ)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "\n\n")
 
 
 def test_an_error_is_raised_at_the_point_alone() -> None:
@@ -49,14 +49,14 @@ def test_an_error_is_raised_at_the_point_alone() -> None:
 
 
 def test_the_first_that_comes_is_held_while_the_file_is_there(tmp_path: Path) -> None:
-    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    gate, held_mark = tmp_path / "gate", tmp_path / "gate.held"
     injector = FaultInjector(parse_faults(f"proxy.generate=hold:{gate}"))
     injector.trigger_due_faults("proxy.generate")
-    assert not held.exists()
+    assert not held_mark.exists()
     gate.touch()
     first = threading.Thread(target=injector.trigger_due_faults, args=("proxy.generate",))
     first.start()
-    wait_for(lambda: held.exists() and held.read_text() == str(os.getpid()))
+    wait_for(lambda: held_mark.exists() and held_mark.read_text() == str(os.getpid()))
     injector.trigger_due_faults("proxy.generate")
     assert first.is_alive()
     gate.unlink()
@@ -85,7 +85,7 @@ with exit_beside_native_calls():
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said", "told"),
+    ("how", "code", "out", "err"),
     [
         ("ends", 0, "the interpreter's end\n", ""),
         ("leaves them", 0, "", ""),
@@ -93,10 +93,10 @@ with exit_beside_native_calls():
         ("fails", 1, "", "ValueError: no traceback is lost"),
     ],
 )
-def test_an_interpreter_ends_as_its_threads_did(how: str, code: int, said: str, told: str) -> None:
+def test_an_interpreter_ends_as_its_threads_did(how: str, code: int, out: str, err: str) -> None:
     ended = run_program(sys.executable, "-c", PROGRAM, how)
-    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
-    assert told in ended.stderr
+    assert (ended.returncode, ended.stdout) == (code, out), ended.stderr
+    assert err in ended.stderr
 
 
 TASK = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
@@ -104,7 +104,7 @@ TOLD = {"JOB_ID": "7", "PROCID": "0", "NTASKS": "1", "LOCALID": "0", "NODEID": "
 
 
 def test_a_job_that_cannot_write_requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder in the place of a file takes no content, as a full disk does."""
+    """A folder in place of a file takes no content, as on a full disk."""
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.state = "RUNNING"
     slurm.answer_about_jobs("requeue) echo PENDING > $STATE")

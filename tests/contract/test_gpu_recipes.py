@@ -1,4 +1,4 @@
-"""The recipes for GPUs, which nobody ran here: they parse, plan, fit, and name what exists."""
+"""The recipes for GPUs, which nobody ran here, parse, plan, fit, and name existing things."""
 
 import json
 import os
@@ -26,7 +26,7 @@ MODELS = CHECKOUT / "tests" / "samples" / "models"
 COMMIT = "89abcdef" * 5
 GSM8K = "gpu8_gsm8k_qwen3_0.6b"
 GPUS_OF_ONE_NODE = {"gpu2_gsm8k_qwen3_4b_lora": 2}
-"""Where a node need not have eight."""
+"""Recipes whose node needs fewer than eight GPUs."""
 NODES = {
     **dict.fromkeys(GPUS_OF_ONE_NODE, 1),
     "gpu128_code_qwen3_32b": 16,
@@ -62,7 +62,7 @@ for path, kwargs in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hub cache that holds the shapes of the recipes' models, not their weights."""
+    """Make a hub cache with the shapes of the recipes' models, without their weights."""
     root = tmp_path_factory.mktemp("cache")
     for model in MODELS.iterdir():
         repo = root / f"models--Qwen--{model.name}"
@@ -76,7 +76,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What `areal-hpc plan` says of a recipe."""
+    """Return the output of `areal-hpc plan` for a recipe."""
 
     def ask(name: str, *overrides: str, gpus: str = "", cache: Path = cache) -> str:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
@@ -93,12 +93,12 @@ def plan(
 def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(
     name: str, overrides: tuple[str, ...], plan: Callable[..., str]
 ) -> None:
-    said = plan(name, *overrides)
-    assert "warning" not in said
-    assert "memory: unknown" not in said
-    totals = [float(total) for total in re.findall(r"total +([\d.]+) of 80", said)]
+    text = plan(name, *overrides)
+    assert "warning" not in text
+    assert "memory: unknown" not in text
+    totals = [float(total) for total in re.findall(r"total +([\d.]+) of 80", text)]
     assert len(totals) == 2
-    assert all(10 < total < 72 for total in totals), said
+    assert all(10 < total < 72 for total in totals), text
     recipe = load_recipe(RECIPES[name], overrides)
     serving = recipe.inference.cells * recipe.inference.replicas_per_cell * recipe.inference.tp
     gpus = GPUS_OF_ONE_NODE.get(name, 8 * NODES[name])
@@ -111,18 +111,18 @@ def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(
     assert recipe.inference.context_length is not None
     assert recipe.inference.context_length <= recipe.trainer.max_tokens_per_microbatch
     if NODES[name] == 1:
-        seen = ",".join(map(str, range(gpus)))
-        assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": seen}) == []
-        (problem,) = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": seen[:-2]})
+        visible_devices = ",".join(map(str, range(gpus)))
+        assert find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": visible_devices}) == []
+        (problem,) = find_gpu_problems(recipe, {"CUDA_VISIBLE_DEVICES": visible_devices[:-2]})
         assert f"it needs {gpus} at once" in problem.message
 
 
 def test_the_plan_shares_the_gpus_of_this_machine_out(plan: Callable[..., str]) -> None:
-    said = plan(GSM8K, gpus="0,1,2,3,4,5,6,7")
-    assert "GPUs with areal-hpc run on this machine: trainer: 0 | 1 | 2 | 3\n" in said
-    assert "GPUs with areal-hpc run on this machine: cell-0: 4,5,6,7\n" in said
-    said = plan(GSM8K, gpus="0,1")
-    assert "areal-hpc run refuses on this machine: too few GPUs for the stage train" in said
+    text = plan(GSM8K, gpus="0,1,2,3,4,5,6,7")
+    assert "GPUs with areal-hpc run on this machine: trainer: 0 | 1 | 2 | 3\n" in text
+    assert "GPUs with areal-hpc run on this machine: cell-0: 4,5,6,7\n" in text
+    text = plan(GSM8K, gpus="0,1")
+    assert "areal-hpc run refuses on this machine: too few GPUs for the stage train" in text
 
 
 def test_the_agents_and_the_functions_that_they_name_exist() -> None:
@@ -134,13 +134,13 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
         if python != "auto":
             elsewhere[python].append((rollout.workflow, rollout.workflow_kwargs))
         elif rollout.agent.mode != "online":
-            load_agent(rollout.workflow, rollout.workflow_kwargs)  # raises for what is not there
+            load_agent(rollout.workflow, rollout.workflow_kwargs)  # raises for a missing name
         if rollout.should_accept:
             load_user_function(rollout.should_accept, "should_accept")
         for part, key in recipe.task_sets_with_keys:
             if part.generator:
-                made = load_user_function(part.generator, key)(**part.kwargs)
-                assert "messages" in next(iter(made))
+                tasks = load_user_function(part.generator, key)(**part.kwargs)
+                assert "messages" in next(iter(tasks))
             elif part.path is None:
                 assert part.hub
                 assert part.to_task
@@ -151,17 +151,17 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
 
 
 def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_path: Path) -> None:
-    said = plan("gpu128_code_qwen3_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
-    assert "warning: a trainer rank of stage 0 takes" in said
-    assert "at: trainer.parallel" in said
-    said = plan("gpu16_code_qwen3_8b", "trainer.recompute=none")
-    assert "try: trainer.recompute=selective takes 77.4 GiB" in said
-    said = plan("gpu16_code_qwen3_8b", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
+    text = plan("gpu128_code_qwen3_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
+    assert "warning: a trainer rank of stage 0 takes" in text
+    assert "at: trainer.parallel" in text
+    text = plan("gpu16_code_qwen3_8b", "trainer.recompute=none")
+    assert "try: trainer.recompute=selective takes 77.4 GiB" in text
+    text = plan("gpu16_code_qwen3_8b", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
     offload = "trainer.offload.optimizer=true trainer.offload.activations=true"
-    assert f"try: trainer.recompute=full {offload} takes 74.3 GiB" in said
+    assert f"try: trainer.recompute=full {offload} takes 74.3 GiB" in text
     uneven = "trainer.parallel={tp: 8, pp: 3, cp: 2, dp: 1}"
-    said = plan("gpu128_code_qwen3_32b", uneven)
-    assert "64 layers on 3 stages: 21 + 22 + 21" in said
-    said = plan("gpu64_math_qwen2.5_7b", "model.hub=someone/unheard-of", cache=tmp_path)
-    assert "memory: unknown" in said
-    assert "areal-hpc prefetch" in said
+    text = plan("gpu128_code_qwen3_32b", uneven)
+    assert "64 layers on 3 stages: 21 + 22 + 21" in text
+    text = plan("gpu64_math_qwen2.5_7b", "model.hub=someone/unheard-of", cache=tmp_path)
+    assert "memory: unknown" in text
+    assert "areal-hpc prefetch" in text

@@ -1,4 +1,4 @@
-"""The server of all services: who does not go on is hung up on, and there is room for others."""
+"""The HTTP server of all services hangs up on stalled clients and keeps room for others."""
 
 import asyncio
 import socket
@@ -27,7 +27,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: s\r\ncontent-length: 5\r\n\r\n"
 
 
 class Echo(JsonApp):
-    """Answers with the body it got, once it may."""
+    """Handler that answers with the request's body once it may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ LIMIT_S = scaled(0.3)
 
 
 class Served:
-    """An echo on a port, with deadlines of a fraction of a second."""
+    """Echo service on a port, with deadlines of a fraction of a second."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class Served:
         with asyncio.Runner(loop_factory=make_loop) as runner:
             runner.run(self._server.serve(sockets=[self._listener]))
 
-    def connect(self, sent: bytes = b"") -> socket.socket:
+    def connect(self, data: bytes = b"") -> socket.socket:
         connection = socket.create_connection(self.address, timeout=scaled(30))
-        connection.sendall(sent)
+        connection.sendall(data)
         return connection
 
-    def connect_encrypted(self, sent: bytes = b"", key: str = SERVICE_KEY) -> ssl.SSLSocket:
+    def connect_encrypted(self, data: bytes = b"", key: str = SERVICE_KEY) -> ssl.SSLSocket:
         encrypted = make_client_tls(key).wrap_socket(self.connect())
-        encrypted.sendall(sent)
+        encrypted.sendall(data)
         return encrypted
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ def served(short_limits: None) -> Iterator[Served]:
 def encrypted(
     request: pytest.FixtureRequest, short_limits: None, tmp_path: Path
 ) -> Iterator[Served]:
-    """The same over TLS."""
+    """Serve the same echo over TLS."""
     (tmp_path / "services.pem").write_text(SERVICE_KEY)
     served = Served(Echo(), make_server_tls(tmp_path / "services.pem"), request.param)
     served.app.gate.set()
@@ -115,8 +115,8 @@ def encrypted(
 )
 def test_half_a_request_is_refused_in_time(served: Served, sent: bytes, part: bytes) -> None:
     with served.connect(sent) as client:
-        said = read_until(client, b"the request's %b did not come within %.0f s" % (part, LIMIT_S))
-        assert said.startswith(b"HTTP/1.1 408 ")
+        text = read_until(client, b"the request's %b did not come within %.0f s" % (part, LIMIT_S))
+        assert text.startswith(b"HTTP/1.1 408 ")
         assert client.recv(1) == b""
 
 
@@ -136,8 +136,8 @@ def test_an_answer_that_takes_long_is_waited_for(served: Served) -> None:
 
 def test_a_full_server_drops_who_never_asked_and_refuses_only_when_all_have(served: Served) -> None:
     served.app.gate.clear()
-    with ExitStack() as held, served.connect() as silent:
-        asking = [held.enter_context(served.connect(HEAD + b"abcde")) for _ in range(4)]
+    with ExitStack() as stack, served.connect() as silent:
+        asking = [stack.enter_context(served.connect(HEAD + b"abcde")) for _ in range(4)]
         assert silent.recv(1) == b"", "hung up on"
         with served.connect() as fifth:
             assert fifth.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
@@ -179,9 +179,9 @@ def test_a_client_of_another_run_trusts_no_other_certificate(encrypted: Served) 
 
 def test_connections_in_a_handshake_count_and_make_room(encrypted: Served) -> None:
     encrypted.app.gate.clear()
-    with ExitStack() as held, encrypted.connect() as silent:
+    with ExitStack() as stack, encrypted.connect() as silent:
         asking = [
-            held.enter_context(encrypted.connect_encrypted(HEAD + b"abcde")) for _ in range(4)
+            stack.enter_context(encrypted.connect_encrypted(HEAD + b"abcde")) for _ in range(4)
         ]
         with suppress(ConnectionResetError):
             assert silent.recv(1) == b"", "hung up on"
@@ -196,7 +196,7 @@ EXPECTED = "answered what is no ReplicasOfCell .*process_cpu_seconds"
 
 
 class _Exporter(JsonHandler):
-    """Metrics under whatever path, as those of Prometheus' Python library are."""
+    """Metrics under any path, as Prometheus' Python library exports them."""
 
     def get(self) -> None:
         self.answer(200, b"process_cpu_seconds_total 0.1\n")

@@ -1,4 +1,4 @@
-"""Each of the contracts of .importlinter can fail, and habits that ruff cannot see."""
+"""Each contract of .importlinter can fail, and the code keeps habits that ruff cannot check."""
 
 import re
 import shutil
@@ -11,9 +11,9 @@ from tests.support.environments import CHECKOUT, sources
 
 OFFENSES = {
     "rollout/config.py": "import areal_hpc.proxy.config",  # an actor imports an actor
-    "rundir/paths.py": "import areal_hpc.recipe.base",  # a medium knows who writes it
+    "rundir/paths.py": "import areal_hpc.recipe.base",  # a medium imports its writer
     "odds.py": '"""A module without a layer."""',
-    "weights/replicas.py": "import areal_hpc.weights.publisher",  # which imports it
+    "weights/replicas.py": "import areal_hpc.weights.publisher",  # this module imports it
     "slurm/batch_script.py": "import submitit",
     "launch/plan.py": "def _late() -> None:\n    import torch",
     "recipe/sections/inference.py": "from sglang import Engine",
@@ -29,12 +29,12 @@ def test_every_contract_breaks_when_it_is_violated(tmp_path: Path) -> None:
         with (tmp_path / "areal_hpc" / name).open("a") as module:
             module.write(f"\n{lines}\n")
     linter = Path(sys.executable).with_name("lint-imports")
-    said = run_program(linter, "--no-cache", folder=tmp_path)
-    assert said.returncode == 1, said.stdout + said.stderr
+    result = run_program(linter, "--no-cache", folder=tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
     declared = re.findall(r"^name = (.+)$", (CHECKOUT / ".importlinter").read_text(), re.M)
-    assert re.findall(r"^(.+) BROKEN", said.stdout, re.M) == declared
+    assert re.findall(r"^(.+) BROKEN", result.stdout, re.M) == declared
     for name in OFFENSES:
-        assert f".{Path(name).stem}" in said.stdout, name
+        assert f".{Path(name).stem}" in result.stdout, name
 
 
 BROAD_EXCEPT = re.compile(r"^\s*except\b(?:.*\b(?:Base)?Exception\b|\*?\s*:)")
@@ -54,25 +54,25 @@ UNPICKLES = re.compile(
 
 
 def test_a_broad_except_says_why() -> None:
-    found = [
+    broad_handlers = [
         (module, line)
         for module, text in sources().items()
         for line in broad_excepts_without_a_reason(text)
     ]
-    assert found == []
+    assert broad_handlers == []
 
 
 def test_nothing_is_unpickled() -> None:
-    """But agents that a script handed over, from the run's own directory, and calls.
+    """Only agents that a script handed over from the run's own directory are unpickled, and calls.
 
     A worker process takes these from the process that started it, and answers with JSON.
     """
-    found = [module for module, text in sources().items() if UNPICKLES.search(text)]
-    assert found == ["rollout/execution/agent_pickle.py", "rollout/execution/process_pool.py"]
+    modules = [module for module, text in sources().items() if UNPICKLES.search(text)]
+    assert modules == ["rollout/execution/agent_pickle.py", "rollout/execution/process_pool.py"]
 
 
 def test_no_archive_is_extracted_by_tarfile() -> None:
-    """Nor by another module of the library: one writer unpacks, and none of its files leave."""
+    """One writer unpacks archives, and no other module of the library does."""
     extracts = re.compile(r"\.extract(?:all)?\(|\bunpack_archive\(|[\"'](?:tar|unzip)[\"'],")
-    found = [module for module, text in sources().items() if extracts.search(text)]
-    assert found == []
+    modules = [module for module, text in sources().items() if extracts.search(text)]
+    assert modules == []

@@ -1,4 +1,4 @@
-"""The catalogue has every metric that is written; `import areal_hpc` is complete and typed."""
+"""The catalogue has every metric that is written, and `import areal_hpc` is complete and typed."""
 
 import ast
 import functools
@@ -22,14 +22,14 @@ from tests.support.environments import CHECKOUT, sources
 NAMES = {metric.name for metric in read_catalogue()}
 GROUPS = {name.split("/")[0] for name in NAMES if "/" in name}
 WRITERS = ("evaluation/", "metrics/", "trainer/", "weights/")
-"""Where metrics are measured and written."""
+"""Packages that measure and write metrics."""
 IS_NOT_WRITTEN = {"metrics/alerts.py"}
 OF_SFT = {"tokens/targets", "throughput/trained_tokens_per_s"}
-"""In `sft_metrics.jsonl`."""
+"""Metrics of `sft_metrics.jsonl`."""
 
 
 def written_in(source: str) -> Iterator[re.Pattern[str]]:
-    """What a module's strings look like; a value that is put into one may be anything."""
+    """Return patterns of a module's strings, in which an inserted value matches anything."""
     tree = ast.parse(source)
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
              for part in node.values}  # fmt: skip
@@ -45,7 +45,7 @@ def written_in(source: str) -> Iterator[re.Pattern[str]]:
 
 
 def is_metric(pattern: re.Pattern[str]) -> bool:
-    """True if a string is a name in one of the catalogue's groups."""
+    """Test whether a string is a name in one of the catalogue's groups."""
     group, slash, rest = pattern.pattern.partition("/")
     return bool(slash) and group in GROUPS and re.fullmatch(r"[\w\[\]^/+.\\{}]+", rest) is not None
 
@@ -72,10 +72,10 @@ def test_every_metric_that_is_written_is_in_the_catalogue() -> None:
 
 
 def test_every_metric_of_the_catalogue_is_written() -> None:
-    texts = {pattern.pattern: pattern for found in written().values() for pattern in found}
-    patterns = [one for text, one in texts.items() if "/" in text or "/" not in "".join(NAMES)]
+    texts = {pattern.pattern: pattern for module in written().values() for pattern in module}
+    patterns = [regex for text, regex in texts.items() if "/" in text or "/" not in "".join(NAMES)]
     samples = {name.replace("<name>", "anything") for name in NAMES}
-    assert {one for one in samples if not any(has.fullmatch(one) for has in patterns)} == set()
+    assert {name for name in samples if not any(has.fullmatch(name) for has in patterns)} == set()
 
 
 def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
@@ -85,7 +85,7 @@ def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
     phases = [f"time/{phase.name}_s" for phase in STEP_PHASES]
     assert sorted([*phases, "time/step_s"]) == sorted(n for n in NAMES if n.startswith("time/"))
     script = (CHECKOUT / "areal_hpc/view/dashboard/static/timeline.js").read_text()
-    assert [one.name for one in STEP_PHASES if f" {one.name}: " not in script] == [], "its colors"
+    assert [phase.name for phase in STEP_PHASES if f" {phase.name}: " not in script] == [], "colors"
     assert find_metric("reward/part/format") is not None
     assert find_metric("reward/median") is None
 
@@ -144,7 +144,7 @@ def test_a_text_given_in_python_is_not_read_as_yaml(text: str) -> None:
 
 
 def types(trainer: PPOTrainer) -> None:
-    """Never called: mypy reads it."""
+    """Nothing calls this function: mypy reads it."""
     assert_type(areal_hpc.load_recipe(Path("r.yaml")), areal_hpc.Recipe)
     result = areal_hpc.run("r.yaml", trainer={"total_steps": 2})
     assert_type(result, areal_hpc.RunResult)

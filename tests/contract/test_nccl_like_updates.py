@@ -1,4 +1,4 @@
-"""Updates over a group that fails as NCCL's: whoever is lost, the trainer lives, others are served.
+"""Updates over a group that fails as NCCL's keep the trainer alive and serve the remaining cells.
 
 The group is `tests/support/nccl_like.py`; `tests/acceptance/test_update_under_fire.py` has real
 replicas over gloo.
@@ -45,21 +45,21 @@ PARTIES = {
     "relay": Fault("breaks", "hangs"),
 }
 UNNOTICED_IN = ("communicator", "broadcast")
-"""Elsewhere a death of which nobody tells is the same as a hang."""
+"""Phases in which an unreported death looks like a hang."""
 CASES = [
-    # Only who is not heard of is waited for until a deadline.
+    # Only a silent party is waited for until a deadline.
     ("impatient" if fault.answer == "none" else "patient", party, phase)
     for (party, fault), phase in itertools.product(PARTIES.items(), PHASES)
     if fault != ("none", "dies") or phase in UNNOTICED_IN
 ]
 QUICK_PHASES = {"communicator", "broadcast", "verify"}
-"""The others are for the thorough profile."""
+"""Phases of every run; the others are for the thorough profile."""
 REPRESENTATIVES = [case for case in CASES if case[2] in QUICK_PHASES]
 
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch as it comes, until a publisher asks for something else; nobody ends the process."""
+    """Leave torch as it comes until a publisher changes it, and forbid the end of the process."""
     for name in TRAINER_WEIGHT_UPDATE_VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
@@ -71,10 +71,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cells(tmp_path: Path) -> Iterator[list[NcclLikeCell]]:
-    made = [NcclLikeCell(f"cell-{index}", tmp_path) for index in range(CELLS)]
-    yield made
+    cells_of_run = [NcclLikeCell(f"cell-{index}", tmp_path) for index in range(CELLS)]
+    yield cells_of_run
     nccl_like.end_all()
-    for cell in made:
+    for cell in cells_of_run:
         cell.close()
 
 
@@ -147,7 +147,7 @@ def take_part(member: nccl_like.NcclLikeGroup, dies: bool) -> None:
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_the_stand_in_does_end_the_process(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Else this file would prove nothing."""
+    """Without this end of the process the tests of this file prove nothing."""
     for variables in (
         {},
         {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},

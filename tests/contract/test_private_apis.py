@@ -1,4 +1,4 @@
-"""Private APIs of dependencies: there on the pinned versions, and each used in one file."""
+"""Private APIs of dependencies exist in the pinned versions, and one file uses each."""
 
 import inspect
 import mmap
@@ -78,11 +78,11 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
 """The first parameters of functions that are called or replaced."""
 
 SOURCES: list[tuple[object, list[str]]] = [
-    # Where the optimizer keeps its ranges and states.
+    # Attributes for the optimizer's ranges and states.
     (
         DistributedOptimizer,
         [
-            # Its master weights, in lists of one group each, and what it does with them in a step.
+            # Master weights of the optimizer, in lists of one group each, and their use in a step.
             *("shard_fp32_from_float16_groups.append(", "shard_main_param.grad = "),
             "shard_model_param.data.copy_(shard_main_param)",
             "shard_float16_groups.append(shard_float16_params_this_group)",
@@ -90,9 +90,9 @@ SOURCES: list[tuple[object, list[str]]] = [
             *('"exp_avg": torch.Tensor', '"exp_avg_sq": torch.Tensor'),
         ],
     ),
-    # A name that is looked up and may not have been bound.
+    # Name that code looks up and that may be unbound.
     (moe_utils, ["te_general_gemm is not None"]),
-    # What chooses the experts of a token.
+    # Router that chooses the experts of a token.
     (
         moe_utils.topk_routing_with_score_function,
         [
@@ -101,7 +101,7 @@ SOURCES: list[tuple[object, list[str]]] = [
         ],
     ),
     (TopKRouter, ["self.router_replay = None", "router_replay=self.router_replay,"]),
-    # A default that asks for Transformer Engine.
+    # Default that asks for Transformer Engine.
     (parallel_random.CheckpointWithoutOutput, ["fp8=False", "self.fp8 = fp8 is not None"]),
     (LocalJob, ["self._process = "]),
 ]
@@ -174,7 +174,7 @@ TITLE = sglang_server._PROCESS_TITLE_PREFIX
         ("entrypoints/engine.py", "        _set_envs_and_config(server_args)\n"),
         ("managers/scheduler.py", f'setproctitle.setproctitle(f"{TITLE}scheduler'),
         ("managers/detokenizer_manager.py", f'setproctitle("{TITLE}detokenizer'),
-        # With overlap off a step's tokens are taken down before the next call is heard, and so
+        # With overlap off a step's tokens are recorded before the next call is heard, and so
         # before `pause_generation`, which leaves them alone in place.
         (
             "managers/scheduler.py",
@@ -237,7 +237,7 @@ def test_torch_reads_the_variables_of_nccl_groups(name: str) -> None:
 
 
 def test_torch_has_one_order_to_dump_for_all_nccl_groups_of_a_process() -> None:
-    """Why error handling that is off does not keep an update group from ending the trainer."""
+    """Torch's order keeps a failed update group from ending the trainer with error handling off."""
     header = (C10D_HEADERS / "ProcessGroupNCCL.hpp").read_text()
     assert "static std::atomic<bool> shouldDump_;" in header
     assert "1: watchdog thread of any PG detects a collective timeout." in header
@@ -247,9 +247,9 @@ def test_torch_takes_the_names_of_flight_records_from_us() -> None:
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     with (
         library.open("rb") as stream,
-        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as held,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
     ):
-        assert all(held.find(name.encode()) > 0 for name in FLIGHT_RECORD_VARIABLES)
+        assert all(mapped.find(name.encode()) > 0 for name in FLIGHT_RECORD_VARIABLES)
 
 
 @pytest.mark.parametrize("family", sorted(SGLANG_FAMILIES_WITHOUT_WINDOW))

@@ -1,4 +1,4 @@
-"""scripts/setup.sh makes the environments of uv.lock, once, and says what a person has to do.
+"""scripts/setup.sh makes the environments of uv.lock once, and its errors name the next step.
 
 The last environment is made for real, from uv's cache. Failures use a stand-in, a shell script in
 the place of uv that writes down what it was asked.
@@ -40,7 +40,7 @@ esac
 
 
 class Tree:
-    """A checkout with the scripts and the lock, and a stand-in for uv on the PATH."""
+    """Checkout with the scripts and the lock, and a stand-in for uv on the PATH."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "checkout"
@@ -78,13 +78,13 @@ class Tree:
         return process.returncode, output
 
     def get_refusal(self, *arguments: str, **variables: str) -> str:
-        """The output of a set-up that needs a person."""
+        """Return the output of a set-up that needs a person."""
         code, output = self.set_up(*arguments, **variables)
         assert code == 78, output
         return output
 
     def list_made(self) -> list[str]:
-        """Environments that were made from nothing, in order."""
+        """Return the environments that were made from nothing, in order."""
         return re.findall(r"^venv .*/\.venvs/(\w+)$", self.asked.read_text(), re.MULTILINE)
 
     def count_installations(self) -> int:
@@ -102,9 +102,9 @@ def test_an_environment_holds_the_packages_of_the_lock(tree: Tree) -> None:
     assert code == 0, output
     assert re.search(r"^set-up: camel ready in \d+ s$", output, re.MULTILINE)
     python = tree.root / ".venvs/camel/bin/python"
-    asked = "import areal_hpc, importlib.metadata as m; print(m.version('camel-ai'))"
-    said = subprocess.run([python, "-c", asked], stdout=subprocess.PIPE, text=True)
-    assert said.stdout.strip() == export_lock("--extra", "camel")["camel-ai"]
+    program = "import areal_hpc, importlib.metadata as m; print(m.version('camel-ai'))"
+    version = subprocess.run([python, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert version.stdout.strip() == export_lock("--extra", "camel")["camel-ai"]
     assert tree.set_up("camel", **real) == (0, "")
 
     lock = tree.root / "uv.lock"
@@ -122,9 +122,9 @@ def test_a_second_set_up_does_nothing(tree: Tree) -> None:
     code, output = tree.set_up()
     assert code == 0, output
     assert tree.list_made() == ["serve", "main"]
-    asked = tree.asked.read_text()
+    calls = tree.asked.read_text()
     assert tree.set_up("all") == (0, "")
-    assert tree.asked.read_text() == asked
+    assert tree.asked.read_text() == calls
     assert tree.set_up("tests")[0] == 0
     assert tree.list_made() == ["serve", "main", "camel"]
 
@@ -174,7 +174,7 @@ def test_an_interrupted_set_up_is_repeated(tree: Tree) -> None:
     process = tree.start("main", INSTALLING_TAKES_S="600")
     wait_for(lambda: tree.asked.exists() and tree.count_installations() == 1)
     os.killpg(process.pid, signal.SIGTERM)
-    process.communicate()  # the pipe closes when every process that holds it has ended
+    process.communicate()  # the pipe closes when every process that has it open has ended
     assert process.returncode != 0
     assert tree.set_up("main")[0] == 0
     assert tree.count_installations() == 2
@@ -193,7 +193,7 @@ def test_a_missing_uv_is_fetched_by_pip_or_asked_for(tree: Tree, tmp_path: Path)
 
 
 def test_trainer_and_servers_have_one_torch_and_one_nccl() -> None:
-    """NCCL refuses a peer of another version, and processes of both meet in update groups."""
+    """NCCL refuses a peer of another version, and update groups join processes of both."""
     serve = export_lock("--extra", "serve", "--group", "serve-cuda", "--group", "cuda")
     main = export_lock("--extra", "main", "--group", "cuda")
     for package in ("torch", "nvidia-nccl-cu13", "triton"):
@@ -212,7 +212,7 @@ def test_every_package_of_a_lock_has_hashes() -> None:
     for lock in locks:
         text = re.sub(r"^#.*\n", "", lock.read_text(), flags=re.MULTILINE)
         packages = re.split(r"\n(?=\S)", text.strip())
-        assert [one for one in packages if not re.fullmatch(pin, one)] == [], lock
+        assert [package for package in packages if not re.fullmatch(pin, package)] == [], lock
 
 
 TRACKER = "view/wandb_program.py"
@@ -221,7 +221,7 @@ TRACKER = "view/wandb_program.py"
 def test_everything_imported_is_declared() -> None:
     imported: set[str] = set()
     for path, text in sources().items():
-        if path.startswith("agents/gym_workers/") or path == TRACKER:  # the next test's
+        if path.startswith("agents/gym_workers/") or path == TRACKER:  # the next test covers these
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
@@ -254,27 +254,27 @@ FAILS = 'echo "$*" >>"$ASKED"; echo "no such package"; exit 1'
 
 
 def install_browser(folder: Path, apt_get: str) -> tuple[CompletedProcess[str], list[str]]:
-    """How the script ended as root, and what it asked of apt-get."""
+    """Return the ended script, run as root, and the calls of apt-get."""
     write_program(folder / "apt-get", apt_get)
     write_program(folder / "id", "echo 0")
-    asked = folder / "asked"
+    calls = folder / "asked"
     path = only_programs(folder, "bash", "dirname", "env", "grep", "mktemp", "rm", "sed", "tail")
-    environ = {"PATH": path, "ASKED": str(asked), "TMPDIR": str(folder)}
+    environ = {"PATH": path, "ASKED": str(calls), "TMPDIR": str(folder)}
     ended = run_program(CHECKOUT / "scripts" / "install_browser.sh", environ=environ)
-    return ended, asked.read_text().splitlines()
+    return ended, calls.read_text().splitlines()
 
 
 def test_a_package_that_is_not_found_is_asked_for_again_after_an_update(tmp_path: Path) -> None:
-    ended, asked = install_browser(tmp_path, SUCCEEDS_AFTER_AN_UPDATE)
+    ended, calls = install_browser(tmp_path, SUCCEEDS_AFTER_AN_UPDATE)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert [line.split()[0] for line in asked] == ["install", "update", "install"]
-    assert asked[-1].endswith(" chromium")
+    assert [line.split()[0] for line in calls] == ["install", "update", "install"]
+    assert calls[-1].endswith(" chromium")
     assert list(tmp_path.glob("tmp.*")) == []
 
 
 def test_what_apt_get_said_is_told_and_kept_when_it_fails(tmp_path: Path) -> None:
-    ended, asked = install_browser(tmp_path, FAILS)
-    assert (ended.returncode, len(asked)) == (78, 2)
+    ended, calls = install_browser(tmp_path, FAILS)
+    assert (ended.returncode, len(calls)) == (78, 2)
     (log,) = tmp_path.glob("tmp.*")
     assert "    no such package\n" in ended.stderr
     assert f"browser: apt-get failed; its whole output is in {log}\n  try: " in ended.stderr

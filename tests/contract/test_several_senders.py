@@ -32,10 +32,10 @@ SHARES = [[["cell-0", 0], ["cell-2", 0]], [["cell-1", 0], ["cell-3", 0]]]
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NcclLikeCell]]:
     nccl_like.register()
     directory = tmp_path_factory.mktemp("rendezvous")
-    made = [NcclLikeCell(f"cell-{index}", directory) for index in range(CELLS)]
-    yield made
+    cells_of_run = [NcclLikeCell(f"cell-{index}", directory) for index in range(CELLS)]
+    yield cells_of_run
     nccl_like.end_all()
-    for cell in made:
+    for cell in cells_of_run:
         cell.close()
 
 
@@ -64,7 +64,7 @@ def ranks(
 
 STEPS = itertools.count()
 CASES = [*itertools.product((1, 2), (phase for phase in PHASES if phase != "begin"))]
-"""The cell that is lost, of rank 1 or of rank 0, and when."""
+"""Rank of the lost cell, 1 or 0, and the phase in which it is lost."""
 
 
 @pytest.mark.parametrize(("victim", "phase"), choose(CASES, (1, "broadcast"), (2, "verify")))

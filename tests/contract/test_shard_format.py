@@ -1,4 +1,4 @@
-"""Formats of shards and checkpoints do not move: golden files open, writers write their like."""
+"""Formats of shards and checkpoints stay fixed: golden files open, and writers write their like."""
 
 import json
 import struct
@@ -36,19 +36,19 @@ from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import fields
 
 GOLDEN = CHECKOUT / "tests" / "golden" / "shard_v2.h5"
-"""Never made anew: old files must open forever. What it holds stands beside it."""
+"""Never made anew: old files must open forever. A file beside it describes the content."""
 EXPECTED = json.loads(GOLDEN.with_suffix(".json").read_bytes())
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """The golden rows as today's writer seals them."""
+    """Seal the golden rows with today's writer."""
     rows = ShardReader(GOLDEN).read_rows(range(len(EXPECTED)))
     return tmp_path / write_sealed_shard(rows, tmp_path, tmp_path / "index", "golden").file
 
 
 def read_values(file: h5py.File, name: str) -> list[Any]:
-    """A dataset's values; of JSON the objects, whose members have no order."""
+    """Return a dataset's values, JSON values as objects because their members have no order."""
     values = file[name][:]
     if name not in OFFSETS_BY_JSON_DATASET:
         return list(values.tolist())
@@ -57,7 +57,7 @@ def read_values(file: h5py.File, name: str) -> list[Any]:
 
 
 def structure(path: Path) -> dict[str, Any]:
-    """What HDF5 says about a shard, apart from where things lie and when it was made."""
+    """Describe a shard's HDF5 layout without offsets and times."""
     with h5py.File(path, "r") as file:
         attributes = {name: (type(value), value) for name, value in file.attrs.items()}
         del attributes["created"]
@@ -127,14 +127,14 @@ NUMBERS = {0: [1.0, 2.0, 3.0, 5.0, 6.0], 1: [4.0, 7.0]}
 
 
 def content_of(rank: int) -> bytes:
-    """A moment is ten times the master weight, its square a hundred times; weights are half."""
+    """Each moment is ten times the master weight, its square a hundred times; weights are half."""
     numbers = NUMBERS[rank]
     columns = b"".join(
-        struct.pack(f"<{len(numbers)}f", *(scale * one for one in numbers))
+        struct.pack(f"<{len(numbers)}f", *(scale * number for number in numbers))
         for scale in (1, 10, 100)
     )
     # A bfloat16 is the upper half of a float32.
-    columns += b"".join(struct.pack("<f", one / 2)[2:] for one in numbers)
+    columns += b"".join(struct.pack("<f", number / 2)[2:] for number in numbers)
     return columns + struct.pack("<I", zlib.crc32(columns))
 
 
@@ -159,7 +159,7 @@ def test_tensors_are_read_from_every_rank(checkpoint: Path, column: Column, scal
         for layer, expected in enumerate(([1.0, 2.0], [3.0, 4.0])):
             target = torch.zeros(1, 2, 1)
             stored.read_block(column, "layers.weight", Box((layer, 0, 0), (1, 2, 1)), target)
-            assert target.flatten().tolist() == [scale * one for one in expected]
+            assert target.flatten().tolist() == [scale * number for number in expected]
         part = torch.zeros(2)
         stored.read_block(column, "norm", Box((1,), (2,)), part)
         assert part.tolist() == [scale * 6.0, scale * 7.0]
@@ -196,5 +196,5 @@ def test_the_index_is_written_so(tmp_path: Path) -> None:
         ),
     ]
     write_checkpoint_index(tmp_path, merge_rank_indices(parts, COLUMNS, optimizer_steps=7))
-    # What came later is added; an index of before, as above, lacks it.
+    # Later fields are added, and an older index, as above, lacks them.
     assert json.loads((tmp_path / "index.json").read_text()) == INDEX | {"critic_steps": 0}

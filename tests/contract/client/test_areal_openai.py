@@ -1,4 +1,4 @@
-"""A client records in its own process what the proxy would record, and exports it as tensors."""
+"""A client in the agent's process records as the proxy does and exports tensors."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -59,12 +59,12 @@ async def client(server: ScriptedSGLang) -> AsyncIterator[ArealOpenAI]:
 
 
 async def ask(client: ArealOpenAI, *messages: ChatCompletionMessageParam) -> str:
-    """The id of the completion."""
+    """Send a question and return the id of the completion."""
     return (await client.chat.completions.create(model="m", messages=messages)).id
 
 
 async def two_turns(client: ArealOpenAI, retries: int = 0) -> tuple[str, str]:
-    """Ids of the first and the second completion; the first is sent again if it is a retry."""
+    """Play two turns, the first sent again if it is a retry, and return their ids."""
     sent_again = {"x-stainless-retry-count": str(retries)}
     first = await client.chat.completions.create(model="m", messages=[HI], extra_headers=sent_again)
     history: list[Any] = [HI, first.choices[0].message, AGAIN]
@@ -80,7 +80,7 @@ async def test_responses_are_recorded_like_completions(server: ScriptedSGLang) -
         exported = client.export_interactions(style="concat")
         assert list(exported) == [second.id]
         assert exported[second.id].reward == 1.0
-        assert [one.reuse for one in client.tree] == ["none", "reused"]
+        assert [interaction.reuse for interaction in client.tree] == ["none", "reused"]
 
 
 @pytest.mark.parametrize("source", ["transformers", "directory"])
@@ -90,8 +90,8 @@ async def test_turn_two_reads_turn_one(server: ScriptedSGLang, source: str, tmp_
     tokenizer = fast_tokenizer() if source == "transformers" else write_model_dir(tmp_path / "m")
     async with client_of(server.url, tokenizer=tokenizer) as client:
         ids = await two_turns(client)
-        assert [one.interaction_id for one in client.tree] == [*ids]
-        assert [one.reuse for one in client.tree] == ["none", "reused"]
+        assert [interaction.interaction_id for interaction in client.tree] == [*ids]
+        assert [interaction.reuse for interaction in client.tree] == ["none", "reused"]
     first, second = (request["input_ids"] for request in server.requests)
     assert second[: len(first) + len(letters)] == first + letters
 
@@ -117,7 +117,7 @@ async def test_rewards_pass_back_to_earlier_turns_and_agents(client: ArealOpenAI
     with pytest.raises(RuntimeError, match="only be called once"):
         client.apply_reward_discount()
     exported = client.export_interactions("individual")
-    assert {name: one.reward for name, one in exported.items()} == earned
+    assert {name: interaction.reward for name, interaction in exported.items()} == earned
     assert exported[other].completion.id == other
 
 
@@ -145,11 +145,11 @@ async def test_failed_requests_never_count(server: ScriptedSGLang, client: Areal
 async def test_tensors_have_the_shapes_and_types_of_areal(client: ArealOpenAI) -> None:
     first, second = await two_turns(client)
     client.set_last_reward(1.0)
-    one = client.get_interaction(second)
-    assert one is not None
-    tensors = one.to_tensor_dict()
-    assert one.to_tensor_dict() is tensors
-    answer = one.model_response
+    interaction = client.get_interaction(second)
+    assert interaction is not None
+    tensors = interaction.to_tensor_dict()
+    assert interaction.to_tensor_dict() is tensors
+    answer = interaction.model_response
     sizes = (len(answer.input_tokens), len(answer.output_tokens))
     length = sum(sizes)
     assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
@@ -172,7 +172,7 @@ async def test_tensors_have_the_shapes_and_types_of_areal(client: ArealOpenAI) -
     assert tensors["rewards"].tolist() == [1.0]
     assert client.export_interactions()[first].to_tensor_dict()["rewards"].tolist() == [0.0]
     assert client.get_interaction("chatcmpl-unknown") is None
-    assert [message["role"] for message in one.messages] == ["user", "assistant", "user"]
+    assert [message["role"] for message in interaction.messages] == ["user", "assistant", "user"]
 
 
 async def test_concat_gives_a_row_per_leaf_and_each_reply_once(server: ScriptedSGLang) -> None:
@@ -184,12 +184,12 @@ async def test_concat_gives_a_row_per_leaf_and_each_reply_once(server: ScriptedS
         client.set_reward(third, 0.0)
         exported = client.export_interactions("concat", reward_discount=0.5)
         assert [*exported] == [second, third]
-        assert [one.reward for one in exported.values()] == [1.0, 0.0]
-        left, right = (one.to_tensor_dict() for one in exported.values())
+        assert [interaction.reward for interaction in exported.values()] == [1.0, 0.0]
+        left, right = (interaction.to_tensor_dict() for interaction in exported.values())
         assert sorted(set(left["turn_ids"][0].tolist())) == [-1, 0, 1]
         assert sorted(set(right["turn_ids"][0].tolist())) == [-1, 0]
-        said = sum(one.num_output_tokens for one in client.tree)
-        assert left["loss_mask"].sum() + right["loss_mask"].sum() == said
+        output_tokens = sum(interaction.num_output_tokens for interaction in client.tree)
+        assert left["loss_mask"].sum() + right["loss_mask"].sum() == output_tokens
         assert set(client.export_interactions("individual")) == {first, second, third}
 
 
@@ -197,9 +197,9 @@ async def test_an_unused_reply_to_a_repeated_request_can_be_dropped(client: Area
     lost = await ask(client, HI)
     _, last = await two_turns(client, retries=1)
     client.set_reward(last, 1.0)
-    kept = client.export_interactions(reward_discount=1.0, drop_retry_orphans=True)
-    assert lost not in kept
-    assert [one.reward for one in kept.values()] == [1.0, 1.0]
+    exported = client.export_interactions(reward_discount=1.0, drop_retry_orphans=True)
+    assert lost not in exported
+    assert [interaction.reward for interaction in exported.values()] == [1.0, 1.0]
     assert lost in client.export_interactions()
 
 
@@ -225,14 +225,14 @@ async def test_streams_and_length_limits_are_those_of_the_proxy(server: Scripted
         await create(model="m", messages=[HI], max_tokens=65)
         with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens"):
             await ask(client, {"role": "user", "content": "hi " * 64})
-    asked = server.requests[1]
-    assert asked["sampling_params"]["max_new_tokens"] == 64 - len(asked["input_ids"])
+    request = server.requests[1]
+    assert request["sampling_params"]["max_new_tokens"] == 64 - len(request["input_ids"])
 
 
 async def test_clients_of_one_engine_share_only_its_connections(server: ScriptedSGLang) -> None:
     engine = EngineEndpoint(server.url)
-    async with client_of(engine) as one, client_of(engine) as two, client_of(engine) as three:
-        clients = (one, two, three)
+    async with client_of(engine) as first, client_of(engine) as second, client_of(engine) as third:
+        clients = (first, second, third)
         await asyncio.gather(*(two_turns(client) for client in clients))
         assert [len(client.tree) for client in clients] == [2, 2, 2]
         assert len(set().union(*(client.export_interactions() for client in clients))) == 6

@@ -1,4 +1,4 @@
-"""One proxy process for all tests that do not kill it."""
+"""Shared proxy process of all tests that do not kill it."""
 
 import itertools
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture
 def stage(shared_stage: Stage) -> Stage:
-    """The shared stage, as it was at first."""
+    """Return the shared stage in its first state."""
     shared_stage.sglang.script = lambda request: Script()
     shared_stage.sglang.requests.clear()
     shared_stage.sglang.aborted.clear()
@@ -39,7 +39,7 @@ def stage(shared_stage: Stage) -> Stage:
 
 @pytest.fixture(scope="session")
 def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """One that allows little. A session outlives the second that the SDK waits before a repeat."""
+    """Start a stage with small limits; a session outlives the second before an SDK's repeat."""
     stage = Stage(
         tmp_path_factory.mktemp("small"),
         proxy={
@@ -57,7 +57,7 @@ def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture
 def small_key(small_stage: Stage) -> Iterator[str]:
-    """Of a session of the small stage."""
+    """Return the key of a session of the small stage."""
     small_stage.sglang.script = lambda request: Script()
     small_stage.sglang.requests.clear()
     _, key = small_stage.open_session()
@@ -67,19 +67,19 @@ def small_key(small_stage: Stage) -> Iterator[str]:
 
 @pytest.fixture
 def key(stage: Stage) -> str:
-    """Of a session of a ticket that is not finished."""
+    """Return the key of a session whose ticket is not finished."""
     return stage.open_session(TicketRef(1, 0))[1]
 
 
 @pytest.fixture(params=["cumulative", "incremental"])
 def pieces(stage: Stage, request: pytest.FixtureRequest) -> None:
-    """What the pieces of a stream hold: all that was said so far, or only what is new."""
+    """Return the pieces of a stream: the whole text so far, or only its new part."""
     stage.sglang.incremental = request.param == "incremental"
 
 
 @pytest.fixture
 def ref(stage: Stage) -> TicketRef:
-    """A ticket that no other test has; what they finished is sealed and settled."""
+    """Return a ticket of this test alone, whose finished sessions are sealed and settled."""
     stage.seal()
     stage.ledger.settled.clear()
     stage.ledger.dropped.clear()
@@ -88,7 +88,7 @@ def ref(stage: Stage) -> TicketRef:
 
 @pytest.fixture
 def own_stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
-    """A stage that the test may break. Its parameter is more of the proxy's configuration."""
+    """Start a stage that the test may break, with further proxy configuration as its parameter."""
     stage = Stage(tmp_path, **getattr(request, "param", {}))
     yield stage
     stage.close()

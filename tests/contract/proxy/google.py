@@ -1,4 +1,4 @@
-"""How tests speak Google's dialect: raw HTTP, as its SDKs do."""
+"""Requests of Google's dialect by raw HTTP, as its SDKs send them."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ VERBS = (GENERATE, STREAM, SSE)
 def ask(
     stage: Stage, key: str, verb: str = GENERATE, contents: Any = CONTENTS, **more: Any
 ) -> httpx.Response:
-    """The answer to a request as SDKs of version 1 send it."""
+    """Send a request as SDKs of version 1 do."""
     return stage.http.post(
         f"{stage.url}/v1beta/models/tiny:{verb}",
         json={"contents": contents, **more},
@@ -27,14 +27,14 @@ def ask(
 def ask_well(
     stage: Stage, key: str, verb: str = GENERATE, contents: Any = CONTENTS, **more: Any
 ) -> list[dict[str, Any]]:
-    """The same; the responses that come of it, one if it is not streamed."""
+    """Send a request that must succeed and return its responses, one if it is not streamed."""
     answer = ask(stage, key, verb, contents, **more)
     assert answer.status_code == 200, answer.text
     return responses_of(answer)
 
 
 def responses_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The responses that a body holds, whichever form it has."""
+    """Return the responses of a body in either form."""
     if answer.headers["content-type"] == "text/event-stream":
         *events, rest = answer.text.split("\r\n\r\n")
         assert rest == ""
@@ -45,7 +45,7 @@ def responses_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def parts_of(responses: list[dict[str, Any]], choice: int = 0) -> list[dict[str, Any]]:
-    """The parts that a candidate has in all responses."""
+    """Return the parts of a candidate in all responses."""
     return [
         part
         for response in responses
@@ -56,15 +56,14 @@ def parts_of(responses: list[dict[str, Any]], choice: int = 0) -> list[dict[str,
 
 
 def text_of(responses: list[dict[str, Any]], choice: int = 0) -> str:
-    """What a candidate says."""
     return "".join(part.get("text", "") for part in parts_of(responses, choice))
 
 
 def user(text: str) -> dict[str, Any]:
-    """A content of the user's."""
+    """Build a content of the user's."""
     return {"role": "user", "parts": [{"text": text}]}
 
 
 def model(*parts: dict[str, Any]) -> dict[str, Any]:
-    """A content of the model's."""
+    """Build a content of the model's."""
     return {"role": "model", "parts": [*parts]}

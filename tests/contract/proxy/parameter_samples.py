@@ -1,4 +1,4 @@
-"""Parameters of each dialect by what becomes of them, and requests that give them."""
+"""Sample requests for the parameters of each dialect, by the proxy's treatment of each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ from tests.contract.proxy.talk import LEAST
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-"""A function as Responses have it."""
+"""A function in the form of Responses."""
 CHAT_ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
-"""The same as Messages have it."""
+"""The same function in the form of Messages."""
 
 HINTS: dict[str, dict[str, Any]] = {
     "/chat/completions": {
@@ -42,7 +42,7 @@ HINTS: dict[str, dict[str, Any]] = {
         "truncation": "auto",
     },
 }
-"""Without an effect, here at least: of the table, of the next release, tools of other servers."""
+"""Parameters without effect, at least here: of the table, of the next release, of hosted tools."""
 REFUSED: dict[str, dict[str, Any]] = {
     "/chat/completions": {"echo": True, "num_beams": 4, "web_search_options": {"user_location": 1}},
     "/completions": {"add_special_tokens": False, "bad_words": ["a"], "tools": [CHAT_ADD]},
@@ -52,7 +52,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
-    """A request that gives one parameter more, wherever that stands."""
+    """Return a request with one more parameter at its place."""
     outer, _, inner = name.partition(".")
     if not outer.startswith("tools["):
         return {**LEAST[route], outer: {inner: value} if inner else value}
@@ -62,7 +62,7 @@ def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def body_without(route: str, name: str) -> dict[str, Any]:
-    """The same request without that parameter."""
+    """Return the same request without that parameter."""
     more = with_tool(route, _get_tool(route)) if name.startswith("tools[") else {}
     return {**LEAST[route], **more}
 
@@ -72,5 +72,5 @@ def _get_tool(route: str) -> dict[str, Any]:
 
 
 def with_tool(route: str, *tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Tools that may not be called: this model has no tool-call parser."""
+    """Add tools that may not be called: this model has no tool-call parser."""
     return {"tools": tools, "tool_choice": {"type": "none"} if route == "/messages" else "none"}

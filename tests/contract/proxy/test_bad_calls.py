@@ -1,4 +1,4 @@
-"""A bad call is its own fault, and so is a broken parser: no session of others moves."""
+"""A bad call or a broken parser fails alone and moves no session of other agents."""
 
 import asyncio
 import re
@@ -25,7 +25,7 @@ POISON = "poison"
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """One where no session of other tests is at home anywhere."""
+    """Start a stage without sessions of other tests."""
     stage = Stage(tmp_path_factory.mktemp("bad_calls"))
     yield stage
     stage.close()
@@ -33,7 +33,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def servers(stage: Stage) -> Iterator[list[ScriptedSGLang]]:
-    """Three servers, of which the stage's own is the first."""
+    """Start three servers, the stage's own first."""
     others = [ScriptedSGLang(stage.tokenizer) for _ in range(2)]
     for server in others:
         stage.loop.run(server.start())
@@ -43,7 +43,7 @@ def servers(stage: Stage) -> Iterator[list[ScriptedSGLang]]:
 
 
 def serve(stage: Stage, *servers: ScriptedSGLang) -> None:
-    """Let the proxy know of these servers, and only of them."""
+    """Make these servers, and only these, known to the proxy."""
     stage.relay.replicas = [
         ReplicaView(index, 1, "serving", server.url, "1.0") for index, server in enumerate(servers)
     ]
@@ -56,7 +56,7 @@ def serve(stage: Stage, *servers: ScriptedSGLang) -> None:
 
 
 def poison(stage: Stage, fault: str, *servers: ScriptedSGLang) -> None:
-    """Let the servers fail so at calls that say the word."""
+    """Make the servers fail in this way at calls that contain the word."""
     for server in servers:
         server.script = lambda request: Script(
             fault=fault if POISON in stage.prompt_of(request) else ""
@@ -72,7 +72,7 @@ def test_an_engines_error_is_answered_after_three_tries(
     for _ in range(6):
         _, other = stage.open_session()
         stage.ask(other, "hi")
-        (homes[other],) = (one for one in servers[:2] if one.requests)
+        (homes[other],) = (server for server in servers[:2] if server.requests)
         homes[other].requests.clear()
     assert {*map(id, homes.values())} == {*map(id, servers[:2])}
     poison(stage, "500", *servers[:2])
@@ -82,13 +82,13 @@ def test_an_engines_error_is_answered_after_three_tries(
     assert "3 tries of this call failed" in answer.text
     assert "boom" in answer.text
     assert answer.headers["x-should-retry"] == "false"
-    assert sum(len(one.requests) for one in servers[:2]) == 3
+    assert sum(len(server.requests) for server in servers[:2]) == 3
     assert counted(stage, "failed_calls_total") == before + 1
     for other, home in homes.items():
         for server in servers[:2]:
             server.requests.clear()
         assert stage.ask(other, "again").status_code == 200
-        assert [one for one in servers[:2] if one.requests] == [home], "it stays where it was"
+        assert [server for server in servers[:2] if server.requests] == [home], "it moved"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_unsound_replies_are_answered_after_three_tries(
     assert answer.status_code == 502
     assert "3 tries of this call failed" in answer.text
     assert problem in answer.text
-    assert sum(len(one.requests) for one in servers[:2]) == 3
+    assert sum(len(server.requests) for server in servers[:2]) == 3
 
 
 def test_what_engines_die_of_reaches_two_of_them(
@@ -120,7 +120,7 @@ def test_what_engines_die_of_reaches_two_of_them(
     answer = stage.ask(key, POISON)
     assert answer.status_code == 502
     assert "2 replicas hung up on this call" in answer.text
-    assert sorted(len(one.requests) for one in servers) == [0, 1, 1]
+    assert sorted(len(server.requests) for server in servers) == [0, 1, 1]
 
 
 def test_sessions_that_start_are_spread(own_stage: Stage, servers: list[ScriptedSGLang]) -> None:
@@ -141,8 +141,8 @@ def test_refusals_are_counted_and_logged_once_a_client(stage: Stage, key: str) -
     pattern = r'areal_hpc_proxy_refusals_total\{route="/chat/completions",status="400"\} (\d+)'
 
     def count() -> int:
-        found = re.search(pattern, stage.http.get(f"{stage.url}/metrics").text)
-        return int(found[1]) if found else 0
+        match = re.search(pattern, stage.http.get(f"{stage.url}/metrics").text)
+        return int(match[1]) if match else 0
 
     before = count()
     for _ in range(3):
@@ -173,7 +173,7 @@ exec sleep 600
 
 
 def write_program(folder: Path, text: str) -> Path:
-    """What is started in place of SGLang's Python."""
+    """Write the program that runs in place of SGLang's Python."""
     program = folder / "python"
     program.write_text(text)
     program.chmod(0o700)
@@ -208,9 +208,9 @@ def test_a_text_that_parsers_find_no_end_with_is_kept_as_it_is(tmp_path: Path) -
     async def read_whole_then_streamed() -> None:
         parsers = ParserProcessClient(str(program), "qwen", None, answer_timeout_s=0.6)
         try:
-            whole = parsers.build_reply_parser([], "")
-            said = await asyncio.wait_for(whole.feed("[f(a=1, ", is_last=True), PATIENCE_S)
-            assert said == ReplyContent("[f(a=1, ")
+            parser = parsers.build_reply_parser([], "")
+            content = await asyncio.wait_for(parser.feed("[f(a=1, ", is_last=True), PATIENCE_S)
+            assert content == ReplyContent("[f(a=1, ")
             streamed = parsers.build_reply_parser([], "")
             with pytest.raises(ProxyRequestError, match=r"took longer than 0\.6 s"):
                 await asyncio.wait_for(streamed.feed("[f("), PATIENCE_S)
@@ -235,7 +235,7 @@ def test_a_client_that_leaves_while_parsers_start_leaves_no_process(tmp_path: Pa
             while Path(f"/proc/{pids[0]}").exists():
                 await asyncio.sleep(0.01)
 
-    uvloop.run(start_and_leave())  # as the proxy does
+    uvloop.run(start_and_leave())  # the proxy does so too
 
 
 @pytest.mark.parametrize(

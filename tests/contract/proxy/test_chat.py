@@ -1,4 +1,4 @@
-"""The chat dialect: the openai SDK, raw HTTP, and replies that a client began."""
+"""The chat dialect works for the openai SDK, raw HTTP, and replies that a client began."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +34,8 @@ def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
 
 def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters()
-    said = stage.chat(key, QUESTION).json()["choices"][0]["message"]["content"]
-    stage.chat(key, [*QUESTION, *turn(said)])
+    reply = stage.chat(key, QUESTION).json()["choices"][0]["message"]["content"]
+    stage.chat(key, [*QUESTION, *turn(reply)])
     stage.assert_continued(letters)
     before, after = (request["input_ids"] for request in stage.sglang.requests)
     rest = stage.tokenizer.decode(after[len(before) + len(letters) :], skip_special_tokens=False)
@@ -43,7 +43,7 @@ def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage: Stage
 
 
 def test_sampling_parameters_reach_the_model(stage: Stage, key: str) -> None:
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": 0.25,
         "top_p": 0.5,
         "top_k": 7,
@@ -54,12 +54,12 @@ def test_sampling_parameters_reach_the_model(stage: Stage, key: str) -> None:
         "stop_token_ids": [5],
     }
     answer = stage.chat(
-        key, QUESTION, **asked, stop="END", max_completion_tokens=9, seed=11, user="u",
+        key, QUESTION, **options, stop="END", max_completion_tokens=9, seed=11, user="u",
         metadata={"a": "b"}, logprobs=True, top_logprobs=2,
     )  # fmt: skip
     assert answer.status_code == 200, answer.text
-    sent = stage.sglang.requests[0]["sampling_params"]
-    assert sent == {**asked, "stop": ["END"], "max_new_tokens": 9, "sampling_seed": 11}
+    params = stage.sglang.requests[0]["sampling_params"]
+    assert params == {**options, "stop": ["END"], "max_new_tokens": 9, "sampling_seed": 11}
     (first, *_) = answer.json()["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["logprob"]) == ("hell", -0.5)
     assert bytes(first["bytes"]) == b"hell"
@@ -82,11 +82,11 @@ def test_n_choices_are_n_interactions_that_can_each_be_continued(stage: Stage, k
     texts = iter(["one", "two", "three"])
     stage.sglang.script = lambda request: Script(next(texts))
     answer = stage.chat(key, QUESTION, n=3).json()
-    said = [choice["message"]["content"] for choice in answer["choices"]]
-    assert sorted(said) == ["one", "three", "two"]
+    replies = [choice["message"]["content"] for choice in answer["choices"]]
+    assert sorted(replies) == ["one", "three", "two"]
     assert len({r["sampling_params"]["sampling_seed"] for r in stage.sglang.requests}) == 3
     stage.sglang.script = lambda request: Script()
-    for text in said:
+    for text in replies:
         stage.chat(key, [*QUESTION, *turn(text)])
         assert text in stage.prompt_of(stage.sglang.requests[-1])
     assert stage.end_session(key) == 6
@@ -119,8 +119,8 @@ def test_wrong_keys_open_nothing(stage: Stage, key: str) -> None:
 
 
 def test_a_websocket_is_refused_so_that_clients_fall_back_at_once(stage: Stage) -> None:
-    asked = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
-    refused = stage.http.get(f"{stage.url}/v1/responses", headers=asked)
+    headers = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    refused = stage.http.get(f"{stage.url}/v1/responses", headers=headers)
     assert (refused.status_code, refused.headers["upgrade"]) == (426, "HTTP/1.1")
     assert "takes POST" in refused.json()["error"]["message"]
     assert "pip install" not in stage.log
@@ -158,8 +158,8 @@ def test_lone_results_and_calls_are_answered_and_counted(stage: Stage, key: str)
     before = ignored(stage)
     assert stage.chat(key, [*QUESTION, calls, result]).status_code == 200
     for name in (UNKNOWN_CALL, UNANSWERED_CALL):
-        place = ("/chat/completions", name)
-        assert ignored(stage)[place] == before.get(place, 0) + 1
+        parameter = ("/chat/completions", name)
+        assert ignored(stage)[parameter] == before.get(parameter, 0) + 1
     (interaction,) = stage.journaled(key)
     assert {UNKNOWN_CALL, UNANSWERED_CALL} <= {*interaction.ignored}
     assert f"{UNKNOWN_CALL!r} has no effect here" in stage.log
@@ -175,7 +175,7 @@ OPENING = "<|im_start|>assistant\nIt is"
 
 
 def ask(stage: Stage, key: str, way: str, **more: Any) -> str:
-    """What the model says to a reply that the client began, in one of the ways to do so."""
+    """Return the model's text for a reply that the client began, in one of the forms."""
     route = "/messages" if way == "messages" else "/chat/completions"
     answer = stage.post(route, {"messages": BEGUN, **ASKED[way], **more}, key)
     assert answer.status_code == 200, answer.text

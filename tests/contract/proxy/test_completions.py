@@ -1,4 +1,4 @@
-"""Plain prompts: legacy completions, tokens as SGLang's routes give them, `/generate`."""
+"""Completions work for plain prompts: legacy completions, SGLang's token routes, `/generate`."""
 
 import re
 import threading
@@ -43,41 +43,41 @@ def test_token_ids_are_read_as_they_are(stage: Stage, key: str) -> None:
     letters = stage.speak_in_letters("hello")
     for prompt in (letters, [letters], ["hello"], "hello"):
         assert ask(stage, key, prompt).status_code == 200
-    sent = [request["input_ids"] for request in stage.sglang.requests]
-    assert sent == [letters, letters, *[stage.tokenizer.encode("hello").ids] * 2]
+    prompts = [request["input_ids"] for request in stage.sglang.requests]
+    assert prompts == [letters, letters, *[stage.tokenizer.encode("hello").ids] * 2]
 
 
 @pytest.mark.parametrize("stop", [None, "\nObservation:"])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_longer_prompts_keep_tokens(stage: Stage, key: str, stop: str | None, as_ids: bool) -> None:
-    said = "Think.\nObservation:" if stop else "Think."
-    letters = stage.speak_in_letters(said, f"stop:{stop}" if stop else "length")
+    reply = "Think.\nObservation:" if stop else "Think."
+    letters = stage.speak_in_letters(reply, f"stop:{stop}" if stop else "length")
     before = counted(stage, REUSED)
     prompt = PROMPT
     for number in range(3):
-        asked = stage.tokenizer.encode(PROMPT).ids if number == 0 else None
+        ids = stage.tokenizer.encode(PROMPT).ids if number == 0 else None
         if as_ids and number:
             last = stage.sglang.requests[-1]["input_ids"]
-            asked = [*last, *letters, *stage.tokenizer.encode(" 42\n").ids]
-        text = ask(stage, key, asked if as_ids else prompt, stop=stop).json()["choices"][0]["text"]
+            ids = [*last, *letters, *stage.tokenizer.encode(" 42\n").ids]
+        text = ask(stage, key, ids if as_ids else prompt, stop=stop).json()["choices"][0]["text"]
         assert text == "Think."
         prompt += text + (stop or "") + " 42\n"
     stage.assert_continued(letters)
     assert stage.tokenizer.decode(stage.sglang.requests[-1]["input_ids"]) == PROMPT + 2 * (
-        said + " 42\n"
+        reply + " 42\n"
     )
     assert counted(stage, REUSED) - before == 2
-    one, two, three = stage.journaled(key)
-    assert (two.parent_id, three.parent_id) == (one.interaction_id, two.interaction_id)
+    first, second, third = stage.journaled(key)
+    assert (second.parent_id, third.parent_id) == (first.interaction_id, second.interaction_id)
 
 
 def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     ask(stage, key)  # the model ended its turn with a token that the text does not show
     assert ask(stage, key, PROMPT + "hello world and").status_code == 200
-    sent = stage.sglang.requests[-1]["input_ids"]
-    assert sent == stage.tokenizer.encode(PROMPT + "hello world and").ids
-    assert [one.parent_id for one in stage.journaled(key)] == [None, None]
+    input_ids = stage.sglang.requests[-1]["input_ids"]
+    assert input_ids == stage.tokenizer.encode(PROMPT + "hello world and").ids
+    assert [entry.parent_id for entry in stage.journaled(key)] == [None, None]
 
 
 def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage, key: str) -> None:
@@ -105,22 +105,22 @@ def test_a_text_is_tokenized_and_put_together_again(stage: Stage, key: str) -> N
 
 @pytest.mark.usefixtures("pieces")
 def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage: Stage, key: str) -> None:
-    whole = ask(stage, key, logprobs=2).json()
+    complete = ask(stage, key, logprobs=2).json()
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = chunks_of(ask(stage, key, logprobs=2, **options))
     assert len(chunks) > 3
     assert last["choices"] == []
-    assert last["usage"] == whole["usage"]
-    told = [chunk["choices"][0] for chunk in chunks]
-    (choice,) = whole["choices"]
-    assert "".join(one["text"] for one in told) == choice["text"] == "hello world"
-    assert told[-1]["finish_reason"] == choice["finish_reason"] == "stop"
-    parts = [one["logprobs"] for one in told if one["logprobs"]]
+    assert last["usage"] == complete["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    (choice,) = complete["choices"]
+    assert "".join(part["text"] for part in choices) == choice["text"] == "hello world"
+    assert choices[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+    parts = [part["logprobs"] for part in choices if part["logprobs"]]
     for name, values in choice["logprobs"].items():
         assert [value for part in parts for value in part[name]] == values
     assert choice["logprobs"]["text_offset"][:2] == [0, 4]
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
-    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
+    assert [entry.reply["content"] for entry in stage.journaled(key)] == ["hello world"] * 2
 
 
 BODY: dict[str, Any] = {
@@ -184,8 +184,8 @@ def test_a_hang_up_aborts_that_request_alone(stage: Stage, key: str) -> None:
 def test_only_a_session_opened_for_it_generates_and_records_by_itself(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0), records_calls=False)
     assert stage.ask(key, "hi").status_code == 200
-    (said,) = stage.await_journaled(key)
-    fields = {name: getattr(said, name) for name in said.__struct_fields__}
+    (recorded,) = stage.await_journaled(key)
+    fields = {name: getattr(recorded, name) for name in recorded.__struct_fields__}
     never_said = {"interactions": [fields | {"interaction_id": "never-said"}]}
     requests = len(stage.sglang.requests)
     for route, body in (("/generate", BODY), ("/rl/record", never_said)):
@@ -193,7 +193,7 @@ def test_only_a_session_opened_for_it_generates_and_records_by_itself(stage: Sta
         assert answer.status_code == 403
         assert "not opened for a client that records its own calls" in answer.text
     assert len(stage.sglang.requests) == requests
-    assert [one.interaction_id for one in stage.journaled(key)] == [said.interaction_id]
+    assert [entry.interaction_id for entry in stage.journaled(key)] == [recorded.interaction_id]
 
 
 def test_an_episodes_turns_and_tokens_are_those_of_generate_too(stage: Stage) -> None:
@@ -207,19 +207,19 @@ def test_an_episodes_turns_and_tokens_are_those_of_generate_too(stage: Stage) ->
         assert [stage.post("/generate", BODY, key).status_code for _ in range(2)] == [200, 200]
         refused = stage.post("/generate", BODY, key)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, key_at_fault)
-        asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
-        assert asked == ([4, 4] if limits.max_turns else [4, 3])
+        max_tokens = [call["sampling_params"]["max_new_tokens"] for call in stage.sglang.requests]
+        assert max_tokens == ([4, 4] if limits.max_turns else [4, 3])
 
 
 def test_what_was_recorded_counts_once_against_the_limits(stage: Stage) -> None:
     _, first = stage.open_session(TicketRef(1, 0))
     assert stage.ask(first, "hi").status_code == 200
-    (said,) = stage.await_journaled(first)
-    limits = SessionLimits(max_turns=3, max_tokens=3 * said.num_output_tokens)
+    (reply,) = stage.await_journaled(first)
+    limits = SessionLimits(max_turns=3, max_tokens=3 * reply.num_output_tokens)
     _, key = stage.open_session(TicketRef(2, 0), limits=limits)
     for name in ("one", "two"):
-        generate_reply(stage, key, said)
-        call = change_call(said, interaction_id=name)
+        generate_reply(stage, key, reply)
+        call = change_call(reply, interaction_id=name)
         assert stage.post("/rl/record", {"interactions": [call]}, key).status_code == 200
     stage.restart_proxy()
     stage.route_to(stage.sglang.url)
@@ -231,46 +231,46 @@ def test_a_session_bound_to_the_recipe_generates_and_records_by_its_sampling(sta
     own: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
     _, first = stage.open_session(TicketRef(1, 0))
     assert stage.ask(first, "hi", temperature=0.1).status_code == 200
-    (said,) = stage.await_journaled(first)
+    (reply,) = stage.await_journaled(first)
     _, key = stage.open_session(TicketRef(2, 0), sampling_from="recipe", **own)
-    generate_reply(stage, key, said)
-    sent = stage.sglang.requests[-1]["sampling_params"]
-    assert {name: sent[name] for name in own} == own
-    recorded = stage.post("/rl/record", {"interactions": [change_call(said)]}, key)
+    generate_reply(stage, key, reply)
+    params = stage.sglang.requests[-1]["sampling_params"]
+    assert {name: params[name] for name in own} == own
+    recorded = stage.post("/rl/record", {"interactions": [change_call(reply)]}, key)
     assert recorded.status_code == 200, recorded.text
-    (kept,) = stage.await_journaled(key)
-    assert kept.temperature == 0.7
-    sampling = decode_sampling_params_json(kept.sampling)
+    (own_reply,) = stage.await_journaled(key)
+    assert own_reply.temperature == 0.7
+    sampling = decode_sampling_params_json(own_reply.sampling)
     assert {name: sampling[name] for name in own} == own
-    assert kept.ignored == [*own]
+    assert own_reply.ignored == [*own]
 
 
 @pytest.mark.parametrize("bound_to", ["recipe", "agent"])
 def test_masks_are_asked_for_and_kept(stage: Stage, bound_to: Literal["recipe", "agent"]) -> None:
     _, first = stage.open_session(TicketRef(1, 0))
     assert stage.ask(first, "hi").status_code == 200
-    (said,) = stage.await_journaled(first)
+    (reply,) = stage.await_journaled(first)
     _, key = stage.open_session(
         TicketRef(2, 0), sampling_from=bound_to, top_p=0.9, records_sampling_mask=True
     )
-    generate_reply(stage, key, said, top_p=0.9)
+    generate_reply(stage, key, reply, top_p=0.9)
     request = stage.sglang.requests[-1]
     assert request["return_sampling_mask"]
     vocab_size = request["sampling_params"]["top_k"]
     assert 300 < vocab_size <= MAX_MASK_TOKENS_PER_POSITION, "SGLang tells it of a bounded number"
-    ids = unpack_ids(said.output_ids).tolist()
+    ids = unpack_ids(reply.output_ids).tolist()
     logprobs = pack_logprobs([-0.25 - 0.001 * i for i in range(len(ids))])
     kept_counts = pack_counts_as_uint16([2] * len(ids))
-    told = [one for token in ids for one in (token, (token + 1) % 300)]
-    masked = {"logprobs": logprobs, "kept_counts": kept_counts, "kept_ids": pack_ids(told)}
+    mask = [kept_id for token in ids for kept_id in (token, (token + 1) % 300)]
+    masked = {"logprobs": logprobs, "kept_counts": kept_counts, "kept_ids": pack_ids(mask)}
     for altered in (
         {},
         {"logprobs": logprobs},
-        {**masked, "kept_ids": pack_ids([one if one in ids else one + 1 for one in told])},
+        {**masked, "kept_ids": pack_ids([token if token in ids else token + 1 for token in mask])},
     ):
-        refused = stage.post("/rl/record", {"interactions": [change_call(said, **altered)]}, key)
+        refused = stage.post("/rl/record", {"interactions": [change_call(reply, **altered)]}, key)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "interactions")
-    recorded = stage.post("/rl/record", {"interactions": [change_call(said, **masked)]}, key)
+    recorded = stage.post("/rl/record", {"interactions": [change_call(reply, **masked)]}, key)
     assert recorded.status_code == 200, recorded.text
-    (kept,) = stage.await_journaled(key)
-    assert {name: getattr(kept, name) for name in masked} == masked
+    (own_reply,) = stage.await_journaled(key)
+    assert {name: getattr(own_reply, name) for name in masked} == masked

@@ -1,4 +1,4 @@
-"""No episode uses more of the model, and no session more of the proxy, than its limits say."""
+"""Episodes stay within their limits of the model, and sessions within theirs of the proxy."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ def test_choices_that_are_under_way_count(stage: Stage, stream: bool) -> None:
 
 
 def wordy(request: dict[str, Any]) -> Script:
-    """Twelve tokens, or as many as it may say."""
+    """Script a reply of twelve tokens, or of as many as the request allows."""
     tokens = min(12, request["sampling_params"]["max_new_tokens"])
     return Script("a", output_ids=[5] * tokens, finish="length")
 
@@ -57,8 +57,8 @@ def test_replies_are_cut_to_the_tokens_left_then_refused(stage: Stage, stream: b
     stage.sglang.script = wordy
     assert stage.chat(key, QUESTION, stream=stream).status_code == 200
     assert stage.chat(key, QUESTION, stream=stream, max_tokens=100).status_code == 200
-    asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
-    assert asked == [20, 8]
+    max_tokens = [request["sampling_params"]["max_new_tokens"] for request in stage.sglang.requests]
+    assert max_tokens == [20, 8]
     refused = stage.chat(key, QUESTION)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "limits.max_tokens"
@@ -75,8 +75,8 @@ def test_calls_at_once_are_cut_as_if_one_came_after_the_other(stage: Stage, stre
 
     with ThreadPoolExecutor(3) as agents:
         assert sorted(agents.map(ask, range(3))) == [200, 200, 400]
-    asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
-    assert asked == [20, 8]
+    max_tokens = [request["sampling_params"]["max_new_tokens"] for request in stage.sglang.requests]
+    assert max_tokens == [20, 8]
 
 
 def test_a_call_that_fails_gives_its_tokens_back(stage: Stage) -> None:
@@ -132,7 +132,7 @@ for line in sys.stdin:
     if asked["type"] == "check":
         threading.Thread(target=answer, args=(asked["call"], asked["text"]), daemon=True).start()
 """
-"""What stands in for SGLang's Python: a grammar with the word `held` waits for the gate."""
+"""Stand-in for SGLang's Python, in which a grammar with the word `held` waits for the gate."""
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +150,10 @@ def write_program(folder: Path) -> Path:
 
 
 def read_tried(stage: Stage) -> list[tuple[str, str]]:
-    """Kind and grammar of what the process was asked; a kill has none."""
+    """Return kind and grammar of each request to the process; a kill has none."""
     log = Path(stage.config["serve_python"] + ".log")
-    asked = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return [(one["type"], one.get("text", "")) for one in asked]
+    requests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [(request["type"], request.get("text", "")) for request in requests]
 
 
 def test_a_replica_gets_a_grammar_once_it_was_tried(trying_stage: Stage) -> None:
@@ -161,16 +161,16 @@ def test_a_replica_gets_a_grammar_once_it_was_tried(trying_stage: Stage) -> None
     stage.sglang.script = lambda request: Script()
     stage.sglang.requests.clear()
     (_, key), (_, other) = stage.open_session(), stage.open_session()
-    held = [f"held until the gate opens: {i}" for i in range(MAX_COMPILING_GRAMMARS_PER_SESSION)]
+    texts = [f"held until the gate opens: {i}" for i in range(MAX_COMPILING_GRAMMARS_PER_SESSION)]
 
     def count_tries() -> int:
-        return sum(text in held for _, text in read_tried(stage))
+        return sum(text in texts for _, text in read_tried(stage))
 
-    with ThreadPoolExecutor(len(held) + 1) as agents:
+    with ThreadPoolExecutor(len(texts) + 1) as agents:
         try:
-            calls = [agents.submit(stage.ask, key, "hi", regex=text) for text in held]
-            calls.append(agents.submit(stage.ask, other, "hi", regex=held[0]))  # no try of its own
-            wait_for(lambda: count_tries() == len(held))
+            calls = [agents.submit(stage.ask, key, "hi", regex=text) for text in texts]
+            calls.append(agents.submit(stage.ask, other, "hi", regex=texts[0]))  # no try of its own
+            wait_for(lambda: count_tries() == len(texts))
             assert stage.ask(key, "hi", regex="one more").status_code == 429
             assert stage.ask(other, "hi").status_code == 200  # without a grammar nobody waits
             assert len(stage.sglang.requests) == 1
@@ -178,8 +178,8 @@ def test_a_replica_gets_a_grammar_once_it_was_tried(trying_stage: Stage) -> None
             gate.touch()
         assert {call.result().status_code for call in calls} == {200}
     gate.unlink()
-    assert stage.ask(key, "hi", regex=held[0]).status_code == 200
-    assert count_tries() == len(held)
+    assert stage.ask(key, "hi", regex=texts[0]).status_code == 200
+    assert count_tries() == len(texts)
 
 
 @pytest.mark.parametrize("route", ["/generate", "/chat/completions"])
@@ -212,7 +212,7 @@ def test_a_grammar_waits_no_longer_than_a_call_may_take(tmp_path: Path) -> None:
 def test_a_sender_that_hangs_up_ends_the_try_of_its_grammar(trying_stage: Stage) -> None:
     stage = trying_stage
     _, key = stage.open_session()
-    for i in range(MAX_COMPILING_GRAMMARS_PER_SESSION + 1):  # each leaves its place
+    for i in range(MAX_COMPILING_GRAMMARS_PER_SESSION + 1):  # each frees its slot
         text = f"held for a sender that hangs up: {i}"
         call = stage.begin("/v1/chat/completions", {"messages": QUESTION, "regex": text}, key)
         wait_for(lambda text=text: ("check", text) in read_tried(stage))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Replicas die while they speak: another goes on, and what is recorded is what was sampled."""
+"""Another replica continues a reply when one dies, and the record matches the sampled tokens."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ BEGINNING, END = "hello world the quick", " brown fox jumps"
 
 
 def serve_both(stage: Stage, other: ScriptedSGLang, version: str = "1.0") -> None:
-    """Let the proxy know of both servers, of the first one under that version."""
+    """Make both servers known to the proxy, the first with that version."""
     stage.relay.replicas = [
         ReplicaView(0, 1, "serving", stage.sglang.url, version),
         ReplicaView(1, 1, "serving", other.url, "1.1"),
@@ -30,7 +30,7 @@ def serve_both(stage: Stage, other: ScriptedSGLang, version: str = "1.0") -> Non
 
 @pytest.fixture(scope="module")
 def other(shared_stage: Stage) -> Iterator[ScriptedSGLang]:
-    """A second server, which gets a session when the first one has lost it."""
+    """Start a second server, which gets a session when the first one has lost it."""
     other = ScriptedSGLang(shared_stage.tokenizer, version="1.1")
     shared_stage.loop.run(other.start())
     serve_both(shared_stage, other)
@@ -41,25 +41,25 @@ def other(shared_stage: Stage) -> Iterator[ScriptedSGLang]:
 
 @pytest.fixture
 def stage(shared_stage: Stage, other: ScriptedSGLang) -> Stage:
-    """The shared stage, where its own server has every session until it dies."""
+    """Return the shared stage, whose own server has every session until it dies."""
     for server in (shared_stage.sglang, other):
         server.script = lambda request: Script()
         server.requests.clear()
         server.incremental = False
-    health = f"{shared_stage.url}/healthz"  # the first one may have died in the test before
+    health = f"{shared_stage.url}/healthz"  # the first server may have died in the test before
     wait_for(lambda: shared_stage.http.get(health).json()["replicas_serving"] == 2)
     return shared_stage
 
 
 @pytest.fixture
 def key(stage: Stage, other: ScriptedSGLang) -> str:
-    """Of a session that is at home on the stage's own server."""
+    """Return the key of a session on the stage's own server."""
     return open_at_home(stage, other)
 
 
 def open_at_home(stage: Stage, other: ScriptedSGLang, **session: Any) -> str:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
-    for _ in range(5000):  # other tests leave sessions there, and new ones go where the fewest are
+    for _ in range(5000):  # other tests leave sessions there, and new ones go to the least busy
         _, key = stage.open_session(TicketRef(1, 0), **session)
         assert stage.post("/generate", body, key).status_code == 200
         is_at_home = bool(stage.sglang.requests)
@@ -71,7 +71,7 @@ def open_at_home(stage: Stage, other: ScriptedSGLang, **session: Any) -> str:
 
 
 def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, list[float]]:
-    """The text that came, whether it ended well, and the log-probabilities."""
+    """Stream a reply and return its text, its success, and the log-probabilities."""
     text, error = "", None
     logprobs: list[float] = []
     with stage.client(key).with_options(max_retries=0) as client:
@@ -81,7 +81,7 @@ def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, l
                 for choice in chunk.choices:
                     text += choice.delta.content or ""
                     if choice.logprobs is not None:
-                        logprobs += [one.logprob for one in choice.logprobs.content]
+                        logprobs += [token.logprob for token in choice.logprobs.content]
         except Exception as caught:
             error = caught
     return text, error, logprobs
@@ -105,16 +105,16 @@ def test_streams_continue_elsewhere(stage: Stage, key: str, other: ScriptedSGLan
     assert error is None
     assert counted(stage, FAILOVERS) == before + 1
     (first,), (second,) = stage.sglang.requests, other.requests
-    said = second["input_ids"][len(first["input_ids"]) :]
+    reply_ids = second["input_ids"][len(first["input_ids"]) :]
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
-    assert len(said) == 6
+    assert len(reply_ids) == 6
     assert second["sampling_params"]["max_new_tokens"] == 50 - 6
     assert second["sampling_params"]["sampling_seed"] == first["sampling_params"]["sampling_seed"]
     recorded = stage.journaled(key)[-1]
     ids = unpack_ids(recorded.output_ids).tolist()
     end_ids = stage.tokenizer.encode(END, add_special_tokens=False).ids
-    assert ids == [*said, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
-    assert text == recorded.reply["content"] == stage.tokenizer.decode(said) + END
+    assert ids == [*reply_ids, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
+    assert text == recorded.reply["content"] == stage.tokenizer.decode(reply_ids) + END
     assert spans_of(recorded) == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
     expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids))]]
     assert logprobs == pytest.approx(expected)
@@ -128,9 +128,9 @@ def test_what_could_be_sampled_is_joined_over_replicas(stage: Stage, other: Scri
     _, error, _ = speak(stage, key, top_p=0.9, max_tokens=50)
     assert error is None
     requests = [*stage.sglang.requests, *other.requests]
-    assert [one["return_sampling_mask"] for one in requests] == [True, True]
+    assert [request["return_sampling_mask"] for request in requests] == [True, True]
     vocab = json.loads((stage.model_dir / "config.json").read_text())["vocab_size"]
-    assert {one["sampling_params"]["top_k"] for one in requests} == {vocab}
+    assert {request["sampling_params"]["top_k"] for request in requests} == {vocab}
     (recorded,) = stage.journaled(key)
     ids = unpack_ids(recorded.output_ids).tolist()
     assert np.frombuffer(recorded.kept_counts, "<u2").tolist() == [2] * len(ids)
@@ -166,12 +166,12 @@ def test_a_broken_whole_call_goes_on(stage: Stage, key: str, other: ScriptedSGLa
     assert answer.json()["choices"][0]["message"]["content"] == "hello world" + END
     assert counted(stage, FAILOVERS) == before + 1
     (first,), (second,) = stage.sglang.requests, other.requests
-    said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
-    assert second["input_ids"] == first["input_ids"] + said
+    reply_ids = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
+    assert second["input_ids"] == first["input_ids"] + reply_ids
     (recorded,) = stage.journaled(key)
     assert spans_of(recorded) == [
-        (1 << 32, 0, len(said)),
-        (1 << 32 | 1, len(said), recorded.num_output_tokens),
+        (1 << 32, 0, len(reply_ids)),
+        (1 << 32 | 1, len(reply_ids), recorded.num_output_tokens),
     ]
 
 
@@ -180,8 +180,8 @@ def test_uncontinuable_calls_are_repeated(stage: Stage, key: str, other: Scripte
     other.script = lambda request: Script(END)
     answer = stage.chat(key, QUESTION, frequency_penalty=0.5)
     assert answer.json()["choices"][0]["message"]["content"] == END
-    assert [one["input_ids"] for one in stage.sglang.requests] == [
-        one["input_ids"] for one in other.requests
+    assert [request["input_ids"] for request in stage.sglang.requests] == [
+        request["input_ids"] for request in other.requests
     ]
 
 
@@ -202,7 +202,7 @@ def test_what_another_replica_cannot_go_on_with_ends_with_an_error(
 
 def test_unknown_versions_are_not_continued(stage: Stage, key: str, other: ScriptedSGLang) -> None:
     stage.sglang.script = dies_after(2)
-    serve_both(stage, other, version="0.9")  # the server says 1.0 by now
+    serve_both(stage, other, version="0.9")  # the server reports 1.0 by now
     text, error, _ = speak(stage, key)
     serve_both(stage, other)
     assert text

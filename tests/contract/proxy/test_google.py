@@ -1,4 +1,4 @@
-"""Google's dialect, raw as its SDKs send it: honored, without effect, or refused."""
+"""Google's dialect, sent raw as its SDKs do, is honored, accepted without effect, or refused."""
 
 from functools import partial
 from typing import Any
@@ -61,22 +61,22 @@ def test_a_stream_to_the_byte(stage: Stage, key: str) -> None:
     assert events.headers["content-type"] == "text/event-stream"
     (interaction,) = stage.journaled(key)
     frame = f'"modelVersion":"tiny","responseId":"{interaction.interaction_id}"}}'
-    said = '{"candidates":[{"content":{"role":"model","parts":[{"text":"%s"}]},"index":0'
+    candidate = '{"candidates":[{"content":{"role":"model","parts":[{"text":"%s"}]},"index":0'
     usage = (
         '"usageMetadata":{"promptTokenCount":17,"candidatesTokenCount":5,"thoughtsTokenCount":0,'
         '"cachedContentTokenCount":0,"totalTokenCount":22}'
     )
     expected = [
-        f"{said % 'hello wor'}}}],{frame}",
-        f"{said % 'ld'}}}],{frame}",
-        f'{said % ""},"finishReason":"STOP"}}],{usage},{frame}',
+        f"{candidate % 'hello wor'}}}],{frame}",
+        f"{candidate % 'ld'}}}],{frame}",
+        f'{candidate % ""},"finishReason":"STOP"}}],{usage},{frame}',
     ]
-    assert events.text == "".join(f"data: {one}\r\n\r\n" for one in expected)
+    assert events.text == "".join(f"data: {event}\r\n\r\n" for event in expected)
     array = ask(stage, key, STREAM)
     assert array.headers["content-type"] == "application/json"
     other_id = stage.journaled(key)[1].interaction_id
-    whole = ",\r\n".join(expected).replace(interaction.interaction_id, other_id)
-    assert array.text == f"[{whole}]"
+    array_text = ",\r\n".join(expected).replace(interaction.interaction_id, other_id)
+    assert array.text == f"[{array_text}]"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -97,11 +97,11 @@ def test_the_end_says_why(stage: Stage, key: str, verb: str) -> None:
 def test_what_is_asked_of_sampling_reaches_the_engine(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5, top_p=0.25, max_new_tokens=9)
     ask_well(stage, key)
-    asked = {
+    config = {
         **{"temperature": 0.7, "topP": 0.9, "topK": 40.0, "maxOutputTokens": 33, "seed": 5},
         **{"stopSequences": ["x", ""], "presencePenalty": 0.5, "frequencyPenalty": -0.5},
     }
-    ask_well(stage, key, generationConfig=asked)
+    ask_well(stage, key, generationConfig=config)
     silent, loud = (request["sampling_params"] for request in stage.sglang.requests)
     names: tuple[str, ...] = ("temperature", "top_p", "max_new_tokens")
     assert [silent[name] for name in names] == [0.5, 0.25, 9]
@@ -130,8 +130,8 @@ def test_formats_of_the_text_reach_the_engine(stage: Stage, key: str) -> None:
         ),
         ({"responseMimeType": "text/plain"}, {}),
     ]
-    for asked, sent in cases:
-        ask_well(stage, key, generationConfig=asked)
+    for config, sent in cases:
+        ask_well(stage, key, generationConfig=config)
         params = stage.sglang.requests.pop()["sampling_params"]
         assert {name: params[name] for name in ("json_schema", "ebnf") if name in params} == sent
 
@@ -142,30 +142,30 @@ def _say(script: Script, request: dict[str, Any]) -> Script:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_log_probabilities_have_googles_shape(stage: Stage, key: str, verb: str) -> None:
-    asked = {"responseLogprobs": True, "logprobs": 2}
-    responses = ask_well(stage, key, verb, generationConfig=asked)
+    config = {"responseLogprobs": True, "logprobs": 2}
+    responses = ask_well(stage, key, verb, generationConfig=config)
     results = [
-        one["candidates"][0]["logprobsResult"]
-        for one in responses
-        if "logprobsResult" in one["candidates"][0]
+        response["candidates"][0]["logprobsResult"]
+        for response in responses
+        if "logprobsResult" in response["candidates"][0]
     ]
     (interaction,) = stage.journaled(key)
     ids = [int(i) for i in memoryview(interaction.output_ids).cast("i")]
-    chosen = [token for one in results for token in one["chosenCandidates"]]
+    chosen = [token for result in results for token in result["chosenCandidates"]]
     assert [token["tokenId"] for token in chosen] == ids
     assert [token["logProbability"] for token in chosen] == [-0.5, -0.501, -0.502, -0.503, -0.504]
     assert "".join(token["token"] for token in chosen[:-1]) == "hello world"
-    tops = [one for result in results for one in result["topCandidates"]]
+    tops = [top for result in results for top in result["topCandidates"]]
     assert [len(top["candidates"]) for top in tops] == [2] * len(ids)
     assert responses[-1]["candidates"][0]["avgLogprobs"] == pytest.approx(-0.502)
 
 
 def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage, key: str) -> None:
     more: dict[str, Any] = {"systemInstruction": {"parts": {"text": "Be brief."}}}
-    whole = {"model": "models/tiny", "contents": CONTENTS, **more}
+    request = {"model": "models/tiny", "contents": CONTENTS, **more}
     bodies: list[dict[str, Any]] = [
         {"contents": CONTENTS, **more},
-        {"generateContentRequest": whole},
+        {"generateContentRequest": request},
     ]
     url, headers = f"{stage.url}/v1/models/tiny:{COUNT}", {"x-goog-api-key": key}
     counts = [stage.http.post(url, json=body, headers=headers).json() for body in bodies]
@@ -194,15 +194,15 @@ def test_the_place_of_the_key_tells_whose_models_are_asked_for(stage: Stage, key
         listed = stage.http.get(f"{stage.url}{prefix}/models?pageSize=50", headers=headers)
         assert listed.json() == {"models": [tiny]}
         assert stage.http.get(f"{stage.url}{prefix}/models?key={key}").json() == {"models": [tiny]}
-        one = stage.http.get(f"{stage.url}{prefix}/models/a/b", headers=headers)
-        assert one.json() == other
+        listing = stage.http.get(f"{stage.url}{prefix}/models/a/b", headers=headers)
+        assert listing.json() == other
     openai = stage.http.get(f"{stage.url}/v1/models", headers={"authorization": f"Bearer {key}"})
     assert openai.json()["object"] == "list"
 
 
 @STREAMS
 def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, verb: str) -> None:
-    odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
+    odd = [("1.1", 0, 5)]  # not the relay's message: nobody can continue such tokens
     faults = iter(["late_hang_up:1"])
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
     _, key = stage.open_session(TicketRef(1, 0))
@@ -216,11 +216,11 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, verb: st
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_conversation_keeps_the_models_own_tokens(stage: Stage, key: str, verb: str) -> None:
     letters = stage.speak_in_letters()
-    said = parts_of(ask_well(stage, key, verb))
-    history = [*CONTENTS, model(*said), user("and 1?")]
+    reply = parts_of(ask_well(stage, key, verb))
+    history = [*CONTENTS, model(*reply), user("and 1?")]
     ask_well(stage, key, verb, history)
-    # The SDKs' chats keep each chunk of a stream as a content of its own.
-    apart = [*CONTENTS, *map(model, said), user("and 1?"), *map(model, said), user("and 2?")]
+    # The SDKs' chats keep each chunk of a stream as a separate content.
+    apart = [*CONTENTS, *map(model, reply), user("and 1?"), *map(model, reply), user("and 2?")]
     ask_well(stage, key, verb, apart)
     stage.assert_continued(letters)
 
@@ -252,7 +252,7 @@ def test_what_the_model_reads_of_contents(stage: Stage, key: str) -> None:
         "<|im_start|>assistant\n"
     )
     (interaction,) = stage.journaled(key)
-    ids = [one["tool_call_id"] for one in interaction.new_messages if one["role"] == "tool"]
+    ids = [turn["tool_call_id"] for turn in interaction.new_messages if turn["role"] == "tool"]
     assert ids == ["call_1", "call_2", "call_3", "gone"]
 
 
@@ -271,7 +271,7 @@ def functions(*declared: dict[str, Any], **other: Any) -> dict[str, Any]:
 
 
 def sent(stage: Stage, **more: Any) -> dict[str, Any]:
-    """What reaches the engine of a request with more."""
+    """Return the engine's request for a request with further fields."""
     stage.sglang.requests.clear()
     ask_well(stage, stage.open_session()[1], **more)
     (request,) = stage.sglang.requests
@@ -360,7 +360,7 @@ def test_null_is_absence_whatever_is_null(stage: Stage, key: str, verb: str) -> 
 
 
 def field_of(answer: httpx.Response) -> str:
-    """The parameter that a refusal names."""
+    """Return the parameter that a refusal names."""
     (detail,) = answer.json()["error"]["details"]
     assert detail["@type"] == "type.googleapis.com/google.rpc.BadRequest"
     (violation,) = detail["fieldViolations"]
@@ -404,8 +404,8 @@ def test_what_cannot_be_done_is_refused_by_its_name(stage: Stage, key: str) -> N
 @pytest.mark.parametrize("verb", [*VERBS, COUNT])
 def test_every_error_has_googles_shape(stage: Stage, key: str, verb: str) -> None:
     def refused(code: int, path: str = f"/v1/models/tiny:{verb}", **request: Any) -> str:
-        asked = {"method": "POST", "url": f"{stage.url}{path}", **request}
-        answer = stage.http.request(**asked)
+        arguments = {"method": "POST", "url": f"{stage.url}{path}", **request}
+        answer = stage.http.request(**arguments)
         assert answer.status_code == code, answer.text
         assert answer.json()["error"]["code"] == code
         return str(answer.json()["error"]["status"])

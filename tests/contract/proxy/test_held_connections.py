@@ -1,4 +1,4 @@
-"""What clients rely on in HTTP itself; who holds on to connections costs nobody else."""
+"""Clients may rely on HTTP, and clients that hold connections cost other clients nothing."""
 
 import contextlib
 import socket
@@ -19,25 +19,25 @@ FEW_DESCRIPTORS = 200
 
 @pytest.fixture
 def tight_stage(tmp_path: Path) -> Iterator[Stage]:
-    """A proxy that may open few files."""
+    """Start a proxy that may open few files."""
     with contextlib.closing(Stage(tmp_path, max_open_files=FEW_DESCRIPTORS)) as stage:
         yield stage
 
 
-def connect(stage: Stage, sent: bytes = b"") -> socket.socket:
+def connect(stage: Stage, data: bytes = b"") -> socket.socket:
     parts = urlsplit(stage.url)
     connection = socket.create_connection(
         (str(parts.hostname), parts.port or 0), timeout=scaled(60)
     )
-    connection.sendall(sent)
+    connection.sendall(data)
     return connection
 
 
 def test_idle_connections_are_dropped_where_descriptors_run_out(tight_stage: Stage) -> None:
     stage = tight_stage
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as connections:
         for _ in range(FEW_DESCRIPTORS * 3 // 2):
-            held.enter_context(connect(stage))
+            connections.enter_context(connect(stage))
         _, key = stage.open_session()
         assert stage.ask(key, "hi").status_code == 200
         polls = stage.relay.polls
@@ -57,14 +57,14 @@ def test_endless_headers_are_refused(stage: Stage) -> None:
 
 
 def test_one_session_cannot_fill_the_memory_with_endless_bodies(stage: Stage, key: str) -> None:
-    """The largest body has 100,000 bytes here."""
+    """The largest allowed body has 100,000 bytes here."""
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: p\r\nauthorization: Bearer {key}\r\n"
-    sent = f"{head}content-length: 99000\r\n\r\n".encode() + b" " * 90_000
-    with contextlib.ExitStack() as held:
+    data = f"{head}content-length: 99000\r\n\r\n".encode() + b" " * 90_000
+    with contextlib.ExitStack() as connections:
         for _ in range(2):
-            held.enter_context(connect(stage, sent))
+            connections.enter_context(connect(stage, data))
         stage.catch_up()
-        with connect(stage, sent) as third:
+        with connect(stage, data) as third:
             assert third.recv(1 << 16).startswith(b"HTTP/1.1 429 ")
         _, other_key = stage.open_session()
         assert stage.ask(other_key, "hi").status_code == 200
@@ -73,7 +73,7 @@ def test_one_session_cannot_fill_the_memory_with_endless_bodies(stage: Stage, ke
 
 
 def test_a_text_that_no_context_holds_is_not_tokenized(stage: Stage, key: str) -> None:
-    """2,048 tokens are fewer than a text of 99,000 characters could be at best."""
+    """No text of 99,000 characters fits into 2,048 tokens."""
     for route, key_at_fault in (("/tokenize", "prompt"), ("/completions", "prompt")):
         answer = stage.post(route, {"prompt": "x" * 99_000}, key)
         assert answer.status_code == 400
@@ -86,7 +86,7 @@ def test_a_text_that_no_context_holds_is_not_tokenized(stage: Stage, key: str) -
 
 @pytest.fixture
 def client(stage: Stage) -> Iterator[socket.socket]:
-    """A connection that reads what has come, packet by packet."""
+    """Connection that reads the arrived data, packet by packet."""
     parts = urlsplit(stage.url)
     assert parts.port is not None
     with socket.create_connection((parts.hostname, parts.port), timeout=scaled(60)) as connection:

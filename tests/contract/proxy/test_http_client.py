@@ -1,4 +1,4 @@
-"""Connections to SGLang are kept while they are sound, and only then."""
+"""The HTTP client keeps a connection to SGLang only while the connection is sound."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio
 REQUEST = GenerateRequest("rid", b"5", SamplingParams(1.0, 1))
 SGLANG_KEEP_ALIVE_S = 5.0
 PATIENCE_S = scaled(30.0)
-"""What does not happen in such a time never will."""
+"""Time after which a missing event counts as never."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class ScriptedServer:
-    """Answers each request with the next script, and may hang up after it."""
+    """Server that answers each request with the next script, and may hang up after it."""
 
     def __init__(self, *scripts: bytes, hangs_up: bool = False) -> None:
         self._scripts = iter(scripts)
@@ -74,7 +74,7 @@ class ScriptedServer:
             await writer.wait_closed()
 
     async def ask_by_another(self) -> None:
-        """One more call, which does not use the connection of the call before."""
+        """Make one more call that does not use the connection of the call before."""
         accepted = self.accepted
         assert await self.ask() == (200, b"two")
         assert self.accepted == accepted + 1
@@ -135,11 +135,11 @@ async def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
 
 async def test_a_call_that_is_cancelled_closes_its_connection() -> None:
     async with ScriptedServer(b"", TWO) as server:
-        asked = asyncio.ensure_future(server.ask())
+        call = asyncio.ensure_future(server.ask())
         await until(lambda: len(server.bodies) == 1)
-        asked.cancel()
+        call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await call
         await server.ask_by_another()
 
 
@@ -152,7 +152,7 @@ async def test_a_server_that_leaves_is_a_connection_error(script: bytes) -> None
 
 async def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
     async with ScriptedServer(answer(b"one"), HALF, TWO) as server:
-        assert await server.ask() == (200, b"one")  # so that there is a connection
+        assert await server.ask() == (200, b"one")  # opens a connection
         with pytest.raises(TimeoutError):
             await server.connections.post("/generate", b"{}", 0.1)
         await server.ask_by_another()
@@ -166,7 +166,7 @@ async def test_each_call_has_a_time_limit_of_its_own() -> None:
         return time.monotonic() - began
 
     async with ScriptedServer(*[b""] * 4) as server:
-        calls = [asyncio.ensure_future(waits_s(server, one)) for one in (60.0, 0.4, 60.0, 0.2)]
+        calls = [asyncio.ensure_future(waits_s(server, limit)) for limit in (60.0, 0.4, 60.0, 0.2)]
         assert await calls[3] >= 0.2
         assert await calls[1] >= 0.4
         for patient in (calls[0], calls[2]):
@@ -175,14 +175,14 @@ async def test_each_call_has_a_time_limit_of_its_own() -> None:
 
 
 async def test_limits_that_are_over_at_once_are_timeouts_too() -> None:
-    """uvloop has no timer for them: what it gives in its place cannot be asked for its time."""
+    """uvloop returns an object without a time for a timer that is due at once."""
 
     async def call_with_no_time_left() -> None:
         async with ScriptedServer(answer(b"one"), answer(b"one"), HALF, HALF) as server:
-            await asyncio.gather(server.ask(), server.ask())  # so that there are connections
+            await asyncio.gather(server.ask(), server.ask())  # opens connections
             calls = [server.connections.post("/generate", b"{}", 0.0) for _ in range(2)]
             ended = await asyncio.gather(*calls, return_exceptions=True)
-            assert [type(one) for one in ended] == [TimeoutError] * 2
+            assert [type(error) for error in ended] == [TimeoutError] * 2
 
     await asyncio.to_thread(lambda: uvloop.run(call_with_no_time_left()))
 
@@ -195,7 +195,7 @@ async def test_what_is_not_http_is_a_connection_error() -> None:
 
 
 async def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None:
-    body = b"x" * 3_000_000  # more than is held unread
+    body = b"x" * 3_000_000  # more than the client buffers
     async with (
         ScriptedServer(answer(body, status=b"500 Broken")) as server,
         server.connections.stream_answer("/generate", b"{}") as failed,
@@ -206,9 +206,9 @@ async def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None
 
 
 async def test_a_long_answer_read_in_parts_comes_whole() -> None:
-    body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
+    body = bytes(range(256)) * 20_000  # more than the client buffers, so the server must wait
     chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
-    coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+    coded = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     async with ScriptedServer(head + coded, TWO) as server:
         read = b""

@@ -1,4 +1,4 @@
-"""A proxy that is asked too much says so: calls, prompts too long, bodies that cost too much."""
+"""An overloaded proxy refuses calls, long prompts and costly bodies with an error."""
 
 import asyncio
 import threading
@@ -65,7 +65,7 @@ def test_an_abandoned_stream_gives_its_place_back(small_stage: Stage, small_key:
             assert answer.status_code == 200, answer.read()
             next(answer.iter_lines())
     stage.sglang.script = lambda request: Script()
-    health = f"{stage.url}/healthz"  # they would speak for longer
+    health = f"{stage.url}/healthz"  # they would run longer
     wait_for(lambda: not stage.http.get(health).json()["requests_in_flight"], 15)
     assert stage.ask(key, "hi").status_code == 200
 
@@ -110,9 +110,9 @@ ANTHROPIC = (
 
 
 def tokens_of(stage: Stage, key: str, body: dict[str, Any]) -> int:
-    """How long a prompt is, as the proxy counts."""
-    asked = {"prompt": body["prompt"], "add_special_tokens": True} if "prompt" in body else None
-    counted = stage.post("/tokenize", asked or {"messages": MESSAGES}, key).json()["count"]
+    """Return the length of a prompt as the proxy counts it."""
+    plain = {"prompt": body["prompt"], "add_special_tokens": True} if "prompt" in body else None
+    counted = stage.post("/tokenize", plain or {"messages": MESSAGES}, key).json()["count"]
     assert counted > CONTEXT_TOKENS
     return int(counted)
 
@@ -163,7 +163,7 @@ def test_values_are_counted_before_they_are_read() -> None:
     assert len(body) > MAX_UNCOUNTED_BODY_BYTES
     with pytest.raises(ProxyRequestError, match="too many members, objects and lists"):
         asyncio.run(refuse_too_many_values(body, 1))
-    text = rb'{"messages":"\"' + b"{[:" * MAX_OBJECTS + b'"}'  # it holds none
+    text = rb'{"messages":"\"' + b"{[:" * MAX_OBJECTS + b'"}'  # it has none
     asyncio.run(refuse_too_many_values(text, 1))
 
 
@@ -198,8 +198,8 @@ def test_slow_parts_are_counted(stage: Stage, key: str, more: dict[str, Any], pr
 def test_a_long_name_is_cut_before_it_is_recorded(stage: Stage, key: str) -> None:
     answer = stage.ask(key, "hi", **{"n" * 90_000: 1})
     assert answer.status_code == 200, answer.text
-    (said,) = stage.await_journaled(key)
-    assert said.ignored == ["n" * MAX_NAME_CHARS]
+    (interaction,) = stage.await_journaled(key)
+    assert interaction.ignored == ["n" * MAX_NAME_CHARS]
 
 
 def test_a_refusal_quotes_little_of_the_request(stage: Stage, key: str) -> None:
@@ -217,5 +217,5 @@ def test_halves_of_pairs_are_replaced_and_nothing_else(stage: Stage, key: str) -
     url = f"{stage.url}/v1/chat/completions"
     answer = stage.http.post(url, content=body % text, headers=headers)
     assert answer.status_code == 200, answer.text
-    (asked,) = stage.sglang.requests
-    assert "a\U0001f600b\ufffdc\ufffdd\\ud83de\\\ufffdf" in stage.prompt_of(asked)
+    (request,) = stage.sglang.requests
+    assert "a\U0001f600b\ufffdc\ufffdd\\ud83de\\\ufffdf" in stage.prompt_of(request)

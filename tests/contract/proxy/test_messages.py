@@ -1,4 +1,4 @@
-"""What agents see of Anthropic's dialect: the anthropic SDK and raw HTTP against a real proxy."""
+"""Anthropic's dialect works for the anthropic SDK and raw HTTP against a real proxy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,9 +36,9 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert (message.role, message.model) == ("assistant", "tiny")
     (request,) = stage.sglang.requests
-    sent = request["sampling_params"]
+    params = request["sampling_params"]
     names = ("temperature", "max_new_tokens", "top_k", "top_p")
-    assert [sent[name] for name in names] == [0.5, 33, 7, 0.5]
+    assert [params[name] for name in names] == [0.5, 33, 7, 0.5]
     assert message.usage.input_tokens == len(request["input_ids"])
     assert stage.prompt_of(request).startswith(
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>"
@@ -59,20 +59,20 @@ def test_a_stream_tells_the_same_message_as_a_whole_reply(
     stage: Stage, key: str, script: Script, end: str, stop: str | None
 ) -> None:
     stage.sglang.script = lambda request: script
-    asked: Any = {"model": "m", "max_tokens": 64, "messages": QUESTION}
-    asked["stop_sequences"] = ["STOP", "HALT"]
+    request: Any = {"model": "m", "max_tokens": 64, "messages": QUESTION}
+    request["stop_sequences"] = ["STOP", "HALT"]
     with stage.anthropic(key) as client:
-        whole = client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
+        full = client.messages.create(**request)
+        with client.messages.stream(**request) as stream:
             assert sum(event.type == "content_block_delta" for event in stream) > 3
             streamed = stream.get_final_message()
-    assert streamed.id != whole.id
-    one, other = (message.to_dict(exclude_unset=False) for message in (streamed, whole))
-    assert {**one, "id": ""} == {**other, "id": ""}
-    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": "hello world"}]
-    assert (whole.stop_reason, whole.stop_sequence) == (end, stop)
+    assert streamed.id != full.id
+    stream_dict, full_dict = (message.to_dict(exclude_unset=False) for message in (streamed, full))
+    assert {**stream_dict, "id": ""} == {**full_dict, "id": ""}
+    assert [block.to_dict() for block in full.content] == [{"type": "text", "text": "hello world"}]
+    assert (full.stop_reason, full.stop_sequence) == (end, stop)
     assert stage.sglang.requests[-1]["sampling_params"]["stop"] == ["STOP", "HALT"]
-    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
+    assert [entry.reply["content"] for entry in stage.journaled(key)] == ["hello world"] * 2
 
 
 def test_a_conversation_sends_back_the_models_own_tokens(stage: Stage, key: str) -> None:
@@ -125,10 +125,10 @@ def test_results_of_tools_are_messages_of_their_own(stage: Stage, key: str) -> N
         {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
         {"type": "tool_result", "tool_use_id": "t3", "content": [{"type": "text", "text": "x"}]},
     ]
-    said = [{"type": "tool_use", "id": f"t{i}", "name": "add", "input": {}} for i in (1, 2, 3)]
+    uses = [{"type": "tool_use", "id": f"t{i}", "name": "add", "input": {}} for i in (1, 2, 3)]
     history = [
         *QUESTION,
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": uses},
         {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]},
     ]
     assert ask(stage, key, history).status_code == 200

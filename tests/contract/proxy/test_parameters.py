@@ -1,4 +1,4 @@
-"""What becomes of parameters in each dialect: used, counted without effect, or refused."""
+"""Parameters of each dialect are used, counted without effect, or refused."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ from tests.support.proxy_stage import Stage
 
 
 def sent(stage: Stage, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What reaches the engine of a request with more."""
+    """Return the engine's request for a request with further fields."""
     stage.sglang.requests.clear()
     ask_least(stage, stage.open_session()[1], route, **body)
     (request,) = stage.sglang.requests
@@ -42,18 +42,18 @@ def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str) -> None
         plain = sent(stage, route, body_without(route, name))
         before, note = ignored(stage), f" {route}: {name!r} has no effect here"
         assert sent(stage, route, body_with(route, name, value)) == plain, name
-        found = ignored(stage)
-        assert found[route, name] == before.get((route, name), 0) + 1
-        assert {*found} - {*before} <= {(route, name), (route, name.partition(".")[0])}
-        # Once for each client and process, which other tests start anew, or have told before.
+        counts = ignored(stage)
+        assert counts[route, name] == before.get((route, name), 0) + 1
+        assert {*counts} - {*before} <= {(route, name), (route, name.partition(".")[0])}
+        # Logged once for each client and process, which other tests start anew or used before.
         assert note in stage.log
 
 
 @pytest.mark.parametrize("route", DIALECT_BY_ROUTE)
 def test_what_would_change_a_reply_is_refused_with_the_way_out(stage: Stage, route: str) -> None:
     _, key = stage.open_session()
-    known = get_refusal_by_param(DIALECT_BY_ROUTE[route].request)
-    refusals = {**REFUSED_SAMPLING_OF_OTHER_ENGINES, **known}
+    refusals_of_dialect = get_refusal_by_param(DIALECT_BY_ROUTE[route].request)
+    refusals = {**REFUSED_SAMPLING_OF_OTHER_ENGINES, **refusals_of_dialect}
     for name, value in REFUSED[route].items():
         answer = stage.post(route, body_with(route, name, value), key)
         message = assert_refused(answer, route, name)
@@ -64,7 +64,7 @@ def test_what_would_change_a_reply_is_refused_with_the_way_out(stage: Stage, rou
 
 @pytest.mark.parametrize("route", DIALECT_BY_ROUTE)
 def test_what_asks_for_nothing_is_neither_refused_nor_counted(stage: Stage, route: str) -> None:
-    """Null whatever is null, and harmless values of what is refused: all of the table at once."""
+    """Send null for every nullable field, and harmless values of refused fields, all at once."""
     before = ignored(stage)
     form = DIALECT_BY_ROUTE[route].request
     least = ask_least(stage, stage.open_session()[1], route).request.content
@@ -79,7 +79,7 @@ def test_what_asks_for_nothing_is_neither_refused_nor_counted(stage: Stage, rout
 
 
 def test_fields_of_a_reply_that_come_back_with_it_change_nothing(stage: Stage) -> None:
-    """Those that the document lists as `messages[].NAME`, all at once."""
+    """Send all fields that the document lists as `messages[].NAME` at once."""
     letters, before, prompts = stage.speak_in_letters(), ignored(stage), []
     form = DIALECT_BY_ROUTE["/chat/completions"].request
     inside = [name for name in list_ignored_params_of(form) if name.startswith("messages[].")]
@@ -154,19 +154,19 @@ SCHEMA = {"type": "object"}
 @pytest.mark.parametrize("route", LEAST)
 def test_a_session_may_hold_its_agent_to_the_recipes_sampling(stage: Stage, route: str) -> None:
     own: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
-    asked = {"temperature": 0, "top_p": 0.1} | ({} if route == "/responses" else {"top_k": 1})
-    before, said = ignored(stage), {}
+    sampling = {"temperature": 0, "top_p": 0.1} | ({} if route == "/responses" else {"top_k": 1})
+    before, reply = ignored(stage), {}
     for rule in ("agent", "recipe"):
         _, key = stage.open_session(sampling_from=rule, **own)
-        said = ask_least(stage, key, route, **asked).json()
+        reply = ask_least(stage, key, route, **sampling).json()
     by_agent, by_recipe = (request["sampling_params"] for request in stage.sglang.requests)
     assert {name: by_recipe[name] for name in own} == own
-    assert {name: by_agent.get(name) for name in asked} == asked
+    assert {name: by_agent.get(name) for name in sampling} == sampling
     new = {name for where, name in ignored(stage) if where == route}
-    assert {*asked} <= new
-    assert sum(ignored(stage).values()) == sum(before.values()) + len(asked)
+    assert {*sampling} <= new
+    assert sum(ignored(stage).values()) == sum(before.values()) + len(sampling)
     if route == "/responses":
-        assert (said["temperature"], said["top_p"]) == (0.7, 0.9)
+        assert (reply["temperature"], reply["top_p"]) == (0.7, 0.9)
 
 
 def test_vllms_names_reach_the_engine_under_its_own(stage: Stage, key: str) -> None:
@@ -180,26 +180,26 @@ def test_vllms_names_reach_the_engine_under_its_own(stage: Stage, key: str) -> N
         ({"structured_outputs": {"choice": ["a"]}}, {"ebnf": 'root ::= "a"'}),
         ({"guided_json": None, "guided_choice": []}, {}),
     ]
-    for number, (asked, sent) in enumerate(cases):
-        ask_least(stage, key, ("/chat/completions", "/completions")[number % 2], **asked)
+    for number, (request, expected) in enumerate(cases):
+        ask_least(stage, key, ("/chat/completions", "/completions")[number % 2], **request)
         params = stage.sglang.requests[-1]["sampling_params"]
         names = {"json_schema", "regex", "ebnf", "min_new_tokens", "ignore_eos"}
-        assert {name: params[name] for name in names & params.keys()} == sent, asked
+        assert {name: params[name] for name in names & params.keys()} == expected, request
 
 
 def test_a_seed_of_64_bits_is_folded(stage: Stage, key: str) -> None:
-    for seed, sent in ((7, 7), (-5, -5), (2**63 - 1, 2**30 - 1), (2**63 - 1, 2**30 - 1)):
+    for seed, seed_of_engine in ((7, 7), (-5, -5), (2**63 - 1, 2**30 - 1), (2**63 - 1, 2**30 - 1)):
         ask_least(stage, key, "/chat/completions", seed=seed)
-        assert stage.sglang.requests.pop()["sampling_params"]["sampling_seed"] == sent
+        assert stage.sglang.requests.pop()["sampling_params"]["sampling_seed"] == seed_of_engine
 
 
 def test_a_temperature_greedy_to_the_engine_is_recorded_as_0(stage: Stage, key: str) -> None:
-    for asked, taken in ((1e-300, 0.0), (9e-7, 0.0), (1e-6, 1e-6)):
-        ask_least(stage, key, "/chat/completions", temperature=asked)
-        assert stage.sglang.requests[-1]["sampling_params"]["temperature"] == taken
+    for sampled, recorded in ((1e-300, 0.0), (9e-7, 0.0), (1e-6, 1e-6)):
+        ask_least(stage, key, "/chat/completions", temperature=sampled)
+        assert stage.sglang.requests[-1]["sampling_params"]["temperature"] == recorded
         interaction = stage.journaled(key)[-1]
-        assert interaction.temperature == taken
-        assert json.loads(interaction.sampling)["temperature"] == taken
+        assert interaction.temperature == recorded
+        assert json.loads(interaction.sampling)["temperature"] == recorded
 
 
 @pytest.mark.parametrize("route", ["/chat/completions", "/completions"])
@@ -215,12 +215,12 @@ def test_token_ids_are_returned_when_they_are_asked_for(stage: Stage, route: str
 
     for streams in (False, True):
         body |= {"return_token_ids": True, "stream": streams}
-        found = ids_of(ask_least(stage, key, route, **body))
+        returned = ids_of(ask_least(stage, key, route, **body))
         prompt = stage.sglang.requests[-1]["input_ids"]
-        assert found == {"prompt_token_ids": prompt, "token_ids": letters}
-        if route == "/chat/completions":  # also of a prompt that goes on from recorded tokens
-            said = [{"role": "assistant", "content": "hello"}, *QUESTION]
-            body["messages"] = [*body["messages"], *said]
+        assert returned == {"prompt_token_ids": prompt, "token_ids": letters}
+        if route == "/chat/completions":  # also of a prompt that continues recorded tokens
+            later_turns = [{"role": "assistant", "content": "hello"}, *QUESTION]
+            body["messages"] = [*body["messages"], *later_turns]
     del body["stream"]
     assert ids_of(ask_least(stage, key, route, stream=False)) == {
         "prompt_token_ids": None,

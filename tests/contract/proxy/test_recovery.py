@@ -1,4 +1,4 @@
-"""kill -9, restarts, repeats: no interaction and no ticket is lost, doubled or trained twice."""
+"""No interaction or ticket is lost, doubled or trained twice by kill -9, restarts or repeats."""
 
 import contextlib
 import itertools
@@ -25,7 +25,7 @@ REF = TicketRef(7, 2)
 
 
 def finish_ticket(stage: Stage, ref: TicketRef, *texts: str) -> None:
-    """A ticket of one session, that says something."""
+    """Finish a ticket of one session with one call."""
     session_id, key = stage.open_session(ref)
     for text in texts or ("hi",):
         assert stage.ask(key, text, logprobs=True).status_code == 200
@@ -82,7 +82,7 @@ def test_a_session_survives_kill_9_and_is_sealed_once(stage: Stage, ref: TicketR
     assert [stage.seal(), stage.seal()] == [1, 0]
     stage.restart_proxy()
     assert stage.seal() == 0
-    assert [one.rewards for one in stage.ledger.settled] == [[1.0]]
+    assert [ticket.rewards for ticket in stage.ledger.settled] == [[1.0]]
     (row,) = stage.sealed_rows(ref)
     assert row.input_ids_T.tolist()[: len(second_ids)] == second_ids
     assert row.loss_mask_T.sum() == 10
@@ -94,7 +94,7 @@ def test_a_sealed_ticket_is_sealed_once(stage: Stage, ref: TicketRef, has_index_
     unsealed, index = stage.journal.read_bytes(), stage.paths.shard_index_dir / f"{CELL}.jsonl"
     indexed = index.read_bytes() if index.exists() else b""
     assert stage.seal() == 1
-    (settled,) = [one for one in stage.ledger.settled if one.ref == ref]
+    (settled,) = [ticket for ticket in stage.ledger.settled if ticket.ref == ref]
     stage.kill_proxy()
     stage.journal.write_bytes(unsealed)  # as if it died before it could note the shard
     half_written = stage.paths.shards_dir / f"{CELL}-999999.h5{PARTIAL_SUFFIX}"
@@ -168,7 +168,7 @@ def test_only_tickets_that_can_be_trained_are_finished(stage: Stage, ref: Ticket
     stage.end_session(key)
     assert status(first) == 409  # no reward
     again, key = stage.open_session(ref)
-    assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 400  # nothing said
+    assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 400  # no call
     reply = stage.ask(key, "hi").json()
     body = {"reward": 2.0, "interaction_id": reply["id"]}
     assert stage.post("/rl/set_reward", {**body, "interaction_id": "no"}, key).status_code == 400
@@ -181,11 +181,11 @@ def test_only_tickets_that_can_be_trained_are_finished(stage: Stage, ref: Ticket
 
 
 def test_a_filtered_ticket_is_forgotten_and_never_sealed(stage: Stage, ref: TicketRef) -> None:
-    filtered, kept = TicketRef(72, 0), ref
+    filtered, sealed = TicketRef(72, 0), ref
     _, key = stage.open_session(filtered)
-    other, other_key = stage.open_session(kept)
-    for one in (key, other_key):
-        stage.ask(one, "hi")
+    other, other_key = stage.open_session(sealed)
+    for session_key in (key, other_key):
+        stage.ask(session_key, "hi")
     discard = FinishTicketRequest(filtered, [], discard=True)
     for _ in range(2):  # repeating it is harmless
         assert stage.post("/rl/finish_ticket", discard).json() == {"rows": 0}
@@ -193,8 +193,8 @@ def test_a_filtered_ticket_is_forgotten_and_never_sealed(stage: Stage, ref: Tick
     stage.restart_proxy()
     assert stage.ask(key, "more").status_code == 401
     stage.finish_session(other_key, 1.0)
-    assert stage.finish_ticket(kept, other) == 1
-    refused = stage.post("/rl/finish_ticket", FinishTicketRequest(kept, [], discard=True))
+    assert stage.finish_ticket(sealed, other) == 1
+    refused = stage.post("/rl/finish_ticket", FinishTicketRequest(sealed, [], discard=True))
     assert refused.status_code == 409
 
 
@@ -243,9 +243,9 @@ def test_only_what_calls_itself_a_repeat_is_one(
 ) -> None:
     session_id, key = stage.open_session(ref)
     answers = [send(stage, key, route, **headers) for headers in (first, second)]
-    assert [one.status_code for one in answers] == [200, 200]
-    assert len({one.headers["x-request-id"] for one in answers}) == samples
-    assert len({one.content for one in answers}) == samples
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert len({answer.headers["x-request-id"] for answer in answers}) == samples
+    assert len({answer.content for answer in answers}) == samples
     assert len(stage.sglang.requests) == len(stage.journaled(key)) == samples
     assert count_trained_rows(stage, ref, session_id, key) == rows
 

@@ -1,4 +1,4 @@
-"""What is not as documents say: read as what it says, or refused by its name."""
+"""Malformed input is read as its content says, or refused with the name of its field."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
 
 
 def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message of parts."""
+    """Build a user message of parts."""
     return [{"role": "user", "content": [*parts]}]
 
 
@@ -70,7 +70,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "/detokenize": [({"tokens": [512]}, "tokens")],
 }
-"""What is wrong, beside the least that a request has, and the name by which it is refused."""
+"""Wrong fields beside the minimal request, and the name in the refusal."""
 
 
 @pytest.mark.parametrize("route", REFUSED)
@@ -155,7 +155,7 @@ def test_turns_in_the_shape_of_chats_are_read(stage: Stage, key: str) -> None:
     assert chat.status_code == 200
     first, second = stage.sglang.requests
     assert first["input_ids"] == second["input_ids"]
-    assert [one["role"] for one in interaction.new_messages] == ["user", "assistant", "tool"]
+    assert [turn["role"] for turn in interaction.new_messages] == ["user", "assistant", "tool"]
 
 
 USED: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What agents see of OpenAI's Responses: the openai SDK and raw HTTP against a real proxy."""
+"""OpenAI's Responses dialect works for the openai SDK and raw HTTP against a real proxy."""
 
 import json
 from typing import Any
@@ -13,12 +13,12 @@ from tests.support.scripted_sglang import Script
 QUESTION = "What is 3 + 4?"
 
 
-def ask(stage: Stage, key: str, asked: object = QUESTION, **more: Any) -> httpx.Response:
-    return stage.post("/v1/responses", {"input": asked, **more}, key)
+def ask(stage: Stage, key: str, items: object = QUESTION, **more: Any) -> httpx.Response:
+    return stage.post("/v1/responses", {"input": items, **more}, key)
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The decoded events of a stream, each under the name that it has, in their order."""
+    """Decode the events of a stream, in order, each under its name."""
     assert answer.headers["content-type"] == "text/event-stream"
     events: list[dict[str, Any]] = []
     for block in answer.text.strip().split("\n\n"):
@@ -31,7 +31,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def without_names(response: dict[str, Any]) -> dict[str, Any]:
-    """A response without what differs from one to the next."""
+    """Return a response without the fields that differ between responses."""
     output = [{**item, "id": None} for item in response["output"]]
     return {**response, "id": None, "created_at": None, "output": output}
 
@@ -63,9 +63,9 @@ def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
 @pytest.mark.parametrize("finish", ["eos", "length"])
 def test_streamed_and_whole_responses_are_the_same(stage: Stage, key: str, finish: str) -> None:
     stage.sglang.script = lambda request: Script(finish=finish)
-    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    whole = ask(stage, key, **asked).json()
-    events = events_of(ask(stage, key, stream=True, **asked))
+    options: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    complete = ask(stage, key, **options).json()
+    events = events_of(ask(stage, key, stream=True, **options))
     names = [event["type"].removeprefix("response.") for event in events]
     deltas = names.count("output_text.delta")
     assert deltas > 3
@@ -76,7 +76,7 @@ def test_streamed_and_whole_responses_are_the_same(stage: Stage, key: str, finis
         "completed" if finish == "eos" else "incomplete",
     ]
     streamed = events[-1]["response"]
-    assert without_names(streamed) == without_names(whole)
+    assert without_names(streamed) == without_names(complete)
     (item,) = streamed["output"]
     assert item == events[-2]["item"]
     shown = [event for event in events if event["type"].endswith("text.delta")]
@@ -85,22 +85,22 @@ def test_streamed_and_whole_responses_are_the_same(stage: Stage, key: str, finis
     tokens = [token for event in shown for token in event["logprobs"]]
     assert tokens == content["logprobs"][: len(tokens)]
     assert "".join(token["token"] for token in content["logprobs"]) == content["text"]
-    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
+    assert [entry.reply["content"] for entry in stage.journaled(key)] == ["hello world"] * 2
 
 
 def test_items_that_come_back_are_continued_with_the_models_own_tokens(stage: Stage) -> None:
     letters = stage.speak_in_letters()
     _, key = stage.open_session()
     history: list[Any] = [{"role": "user", "content": QUESTION}]
-    said = ""
+    reply = ""
     with stage.client(key) as client:
         for question in ("and 1?", "and 2?"):
             response = client.responses.create(model="m", input=history, instructions="Add.")
-            # As agents hand items back: with ids, states and empty lists, or as a bare text.
-            said = response.output_text
+            # Agents hand items back with ids, states and empty lists, or as a bare text.
+            reply = response.output_text
             history += [item.model_dump() for item in response.output]
             history.append({"type": "message", "role": "user", "content": question})
-        history[1] = {"role": "assistant", "content": said}
+        history[1] = {"role": "assistant", "content": reply}
         client.responses.create(model="m", input=history, instructions="Add.")
     stage.assert_continued(letters)
 
@@ -113,10 +113,10 @@ def test_a_response_is_continued_by_its_id_and_brings_its_own_instructions(stage
     assert second["previous_response_id"] == first
     stage.assert_continued(letters)
     ask(stage, key, "and 2?", previous_response_id=second["id"])
-    asked = stage.prompt_of(stage.sglang.requests[-1])
-    assert "Add." not in asked
-    assert asked.count("hello") == 2
-    assert asked.endswith("and 2?<|im_end|>\n<|im_start|>assistant\n")
+    prompt = stage.prompt_of(stage.sglang.requests[-1])
+    assert "Add." not in prompt
+    assert prompt.count("hello") == 2
+    assert prompt.endswith("and 2?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_items_of_one_reply_are_one_message(stage: Stage, key: str) -> None:
@@ -142,21 +142,21 @@ def test_the_items_of_one_reply_are_one_message(stage: Stage, key: str) -> None:
 
 def test_finished_responses_are_retrieved_until_they_are_deleted(stage: Stage, key: str) -> None:
     with stage.client(key) as client:
-        whole = client.responses.create(model="m", input="hi", instructions="Add.")
+        complete = client.responses.create(model="m", input="hi", instructions="Add.")
         with client.responses.stream(model="m", input="hi") as stream:
             stream.until_done()
             streamed = stream.get_final_response()
-        assert client.responses.retrieve(whole.id) == whole
-        found = client.responses.retrieve(streamed.id)
-        assert found.output_text == "hello world"
-        assert found.output[0].to_dict()["id"] == streamed.output[0].to_dict()["id"]
-        assert found.usage == streamed.usage
-        client.responses.delete(whole.id)
+        assert client.responses.retrieve(complete.id) == complete
+        retrieved = client.responses.retrieve(streamed.id)
+        assert retrieved.output_text == "hello world"
+        assert retrieved.output[0].to_dict()["id"] == streamed.output[0].to_dict()["id"]
+        assert retrieved.usage == streamed.usage
+        client.responses.delete(complete.id)
         for gone in (client.responses.retrieve, client.responses.delete):
-            with pytest.raises(NotFoundError, match=whole.id):
-                gone(whole.id)
-        later = client.responses.create(model="m", input="and?", previous_response_id=whole.id)
-        assert client.responses.retrieve(later.id).previous_response_id == whole.id
+            with pytest.raises(NotFoundError, match=complete.id):
+                gone(complete.id)
+        later = client.responses.create(model="m", input="and?", previous_response_id=complete.id)
+        assert client.responses.retrieve(later.id).previous_response_id == complete.id
         client.responses.retrieve(later.id, include=["reasoning.encrypted_content"])
         with pytest.raises(BadRequestError) as caught:
             client.responses.retrieve(later.id, stream=True)

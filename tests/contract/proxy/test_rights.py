@@ -1,4 +1,4 @@
-"""What the key of an agent, of a driver and of a program outside a run opens, online too."""
+"""The keys of agents, drivers and outside programs open their own routes alone, online too."""
 
 import http.client
 import select
@@ -34,7 +34,7 @@ CONTROL_CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def open_for_agent(stage: Stage, ref: TicketRef | None = None) -> dict[str, str]:
-    """What a driver gets: the session, a key for its agent and one for itself."""
+    """Open a session as a driver and return it with a key for its agent and one for the driver."""
     more = {} if ref is None else {"ref": {"ticket_id": ref.ticket_id, "attempt": ref.attempt}}
     answer = stage.post("/rl/start_session", {"task_id": "task", "rights": "calls", **more})
     reply: dict[str, str] = answer.json()
@@ -91,7 +91,7 @@ def start(stage: Stage, **more: Any) -> httpx.Response:
 
 
 def two_turns(stage: Stage, key: str) -> tuple[str, str]:
-    """Ids of the interactions."""
+    """Play two turns and return the ids of the interactions."""
     first = stage.chat(key, QUESTION).json()["id"]
     return first, stage.chat(key, [*QUESTION, *turn("hello world")]).json()["id"]
 
@@ -106,15 +106,16 @@ def test_a_session_is_exported_under_the_names_of_areal(stage: Stage) -> None:
     first, second = two_turns(stage, key)
     stage.finish_session(key, 1)
     interactions = export(stage, session_id, discount=0.5).json()["interactions"]
-    assert {name: one["reward"] for name, one in interactions.items()} == {first: 0.5, second: 1.0}
-    for name, one in interactions.items():
-        assert one["interaction_id"] == name
-        row = {key: np.array(value) for key, value in one["tensor_dict"].items()}
+    rewards = {name: call["reward"] for name, call in interactions.items()}
+    assert rewards == {first: 0.5, second: 1.0}
+    for name, call in interactions.items():
+        assert call["interaction_id"] == name
+        row = {key: np.array(value) for key, value in call["tensor_dict"].items()}
         per_token = {"input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "attention_mask"}
         assert row.keys() == {*per_token, "rewards"}
         assert {row[name].shape for name in per_token} == {row["input_ids"].shape}
         assert row["loss_mask"].sum() == 5
-        assert row["rewards"].tolist() == [one["reward"]]
+        assert row["rewards"].tolist() == [call["reward"]]
     assert stage.ask(key, "hi").status_code == 403
 
 
@@ -134,7 +135,7 @@ def test_exported_sessions_are_forgotten_when_enough_others_are_exported(stage: 
         stage.end_session(key)
         assert export(stage, session_id).status_code == 200
     (oldest, its_key), (next_one, next_key) = sessions[:2]
-    assert [export(stage, one).status_code for one in (oldest, next_one)] == [404, 200]
+    assert [export(stage, session).status_code for session in (oldest, next_one)] == [404, 200]
     assert [stage.ask(key, "hi").status_code for key in (its_key, next_key)] == [401, 403]
 
 
@@ -156,8 +157,8 @@ def test_a_session_without_calls_or_rewards_is_exported_too(stage: Stage) -> Non
     session_id, key = stage.open_session()
     stage.ask(key, "hi")
     stage.end_session(key)
-    (one,) = export(stage, session_id).json()["interactions"].values()
-    assert (one["reward"], one["tensor_dict"]["rewards"]) == (None, [0.0])
+    (interaction,) = export(stage, session_id).json()["interactions"].values()
+    assert (interaction["reward"], interaction["tensor_dict"]["rewards"]) == (None, [0.0])
 
 
 def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage: Stage) -> None:
@@ -212,13 +213,13 @@ def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def offer(stage: Stage, ticket_id: int, wait_s: float = 60.0) -> http.client.HTTPConnection:
-    """A driver's offer, which waits at the proxy on return."""
+    """Offer a session as a driver does, and return once the offer waits at the proxy."""
     session = StartSessionRequest("train", TicketRef(ticket_id, 0))
     return stage.begin("/rl/offer_episode", OfferEpisodeRequest(session, TASK, wait_s))
 
 
 def taken_by(offered: http.client.HTTPConnection) -> str | None:
-    """The session that plays what was offered, as soon as there is one; None if nobody came."""
+    """Return the session that plays the offer, as soon as it exists, or None without a player."""
     reply = msgspec.json.decode(offered.getresponse().read(), type=OfferEpisodeReply)
     offered.close()
     return reply.session_id
@@ -229,7 +230,7 @@ def is_answered(offered: http.client.HTTPConnection) -> bool:
 
 
 def come(stage: Stage, **more: Any) -> httpx.Response:
-    """What a program outside does, as with AReaL's proxy: repeat while there is no room."""
+    """Start a session as an outside program does with AReaL's proxy, again while it is full."""
     while True:
         answer = stage.post("/rl/start_session", {"task_id": "mine", **more})
         if answer.status_code != 429:

@@ -1,4 +1,4 @@
-"""The experts that tokens of a mixture visited: asked for once each, and sealed with the row."""
+"""The proxy asks once for the experts that tokens visited, and seals them with the row."""
 
 import json
 from collections.abc import Iterator
@@ -58,8 +58,8 @@ def test_each_turn_tells_the_routes_of_what_is_new(stage: Stage, stream: bool) -
     play(stage, ref, "one?", "and two?", stream=stream)
     first, second = stage.sglang.requests
     assert (first["return_routed_experts"], first["routed_experts_start_len"]) == (True, 0)
-    said = len(stage.sglang._payload(first, Script())["output_ids"])
-    assert second["routed_experts_start_len"] == len(first["input_ids"]) + said - 1
+    output_tokens = len(stage.sglang._payload(first, Script())["output_ids"])
+    assert second["routed_experts_start_len"] == len(first["input_ids"]) + output_tokens - 1
     assert stage.seal() == 1
     (row,) = stage.sealed_rows(ref)
     check_routes(row)

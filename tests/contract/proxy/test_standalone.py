@@ -1,4 +1,4 @@
-"""`areal-hpc proxy`: the recorder in front of any SGLang server, without a run."""
+"""`areal-hpc proxy` records in front of any SGLang server, without a run."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def started(
 
 @pytest.fixture
 def proxy(started: LoneProxy, servers: list[ScriptedSGLang]) -> LoneProxy:
-    """One in front of two servers, which it knows."""
+    """Start a proxy in front of two servers."""
     for server in servers:
         server.script = lambda request: Script()
         server.requests.clear()
@@ -66,7 +66,7 @@ def replicas_serving(proxy: LoneProxy) -> int:
 
 
 def asked(servers: Sequence[ScriptedSGLang]) -> list[list[int]]:
-    """The prompts, of the first server before those of the second."""
+    """Return the prompts of the first server, then those of the second."""
     return [request["input_ids"] for server in servers for request in server.requests]
 
 
@@ -93,7 +93,7 @@ def test_it_records_and_exports_an_agent(proxy: LoneProxy, servers: list[Scripte
 
 
 def status_after_kill_9(proxy: LoneProxy) -> int:
-    """Of a second turn, after a first one before it."""
+    """Return the status of a second turn after a first turn and a kill -9."""
     _, key = proxy.open_session()
     first = proxy.post(CHAT, {"messages": HELLO}, key).json()
     proxy.kill()
@@ -157,9 +157,9 @@ def test_what_is_wrong_with_the_command_line_is_said(
     command += ["--tokenizer", str(model_dir), "--admin-key-file", str(tmp_path / "key")]
     with pytest.raises(SystemExit) as ended:
         main([*command, "--context-length", "64", *arguments])
-    said = capsys.readouterr()
-    assert (ended.value.code, said.out) == (78, "")
-    assert complaint in said.err
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (78, "")
+    assert complaint in output.err
 
 
 def test_metrics_need_a_key_where_others_reach_them(tmp_path: Path) -> None:

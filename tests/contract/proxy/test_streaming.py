@@ -1,4 +1,4 @@
-"""What holds in every dialect: tokens leave as they are said, and what was shown is recorded."""
+"""Tokens stream as the model generates them in every dialect, and the record has each of them."""
 
 import threading
 from collections.abc import Callable, Generator
@@ -21,10 +21,10 @@ def events(stage: Stage, key: str, **request: Any) -> list[dict[str, Any]]:
 
 def text_of(chunks: list[dict[str, Any]], choice: int = 0) -> str:
     return "".join(
-        one["delta"].get("content") or ""
+        part["delta"].get("content") or ""
         for chunk in chunks
-        for one in chunk["choices"]
-        if one["index"] == choice
+        for part in chunk["choices"]
+        if part["index"] == choice
     )
 
 
@@ -51,7 +51,7 @@ def test_parts_leave_while_the_model_still_speaks(stage: Stage, key: str) -> Non
             text += chunk.choices[0].delta.content or ""
             if text and not gate.is_set():
                 assert len(text) < len("one two three four")
-                gate.set()  # only now does it say more
+                gate.set()  # more text comes only now
     assert text == "one two three four"
 
 
@@ -80,9 +80,9 @@ def test_streamed_logprobs_are_those_of_every_token(stage: Stage, key: str) -> N
     chunks = events(stage, key, logprobs=True, top_logprobs=2)
     parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
     tokens = [token for part in parts for token in part["content"]]
-    whole = stage.chat(key, QUESTION, logprobs=True, top_logprobs=2).json()["choices"][0]
-    assert tokens == whole["logprobs"]["content"]
-    assert "".join(token["token"] for token in tokens) == whole["message"]["content"]
+    complete = stage.chat(key, QUESTION, logprobs=True, top_logprobs=2).json()["choices"][0]
+    assert tokens == complete["logprobs"]["content"]
+    assert "".join(token["token"] for token in tokens) == complete["message"]["content"]
 
 
 @pytest.mark.usefixtures("pieces")
@@ -111,7 +111,7 @@ def test_the_end_of_a_reply_comes_after_its_journal_record(stage: Stage, key: st
     with stage.client(key) as client:
         for chunk in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
             if chunk.choices[0].finish_reason:
-                assert [one.finish_reason for one in stage.journaled(key)] == ["stop"]
+                assert [entry.finish_reason for entry in stage.journaled(key)] == ["stop"]
 
 
 Texts = Generator[str, None, None]
@@ -151,8 +151,8 @@ def test_a_conversation_may_change_its_dialect(stage: Stage, key: str, middle: s
         body = {"messages": history, "max_tokens": 64}
         assert stage.post("/v1/messages", body, key).status_code == 200
     else:
-        asked = {"input": "and 1?", "previous_response_id": first["id"]}
-        assert stage.post("/v1/responses", asked, key).json()["status"] == "incomplete"
+        request = {"input": "and 1?", "previous_response_id": first["id"]}
+        assert stage.post("/v1/responses", request, key).json()["status"] == "incomplete"
     history += [history[1], {"role": "user", "content": "and 2?"}]
     for route in ("chat/completions", "messages"):
         stage.post(f"/v1/{route}", {"messages": history, "max_tokens": 9}, key)
@@ -282,7 +282,7 @@ def test_who_hangs_up_stops_the_engine_at_no_loss(stage: Stage, key: str, read: 
 @READERS
 def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage, read: Reader) -> None:
     faults = iter(["late_hang_up:1"])
-    odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
+    odd = [("1.1", 0, 5)]  # not the relay's message: nobody can continue such tokens
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
     _, key = stage.open_session(TicketRef(1, 0))
     with pytest.raises((APIError, APIStatusError), match="lost"):

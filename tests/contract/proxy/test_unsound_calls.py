@@ -1,4 +1,4 @@
-"""Calls that clients record: each once and as it was sampled, and only if they are sound."""
+"""The proxy records calls of clients once and as sampled, and only if they are sound."""
 
 import time
 from typing import Any
@@ -70,15 +70,15 @@ UNSOUND: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def sound(stage: Stage) -> Interaction:
-    """A call as the proxy itself recorded it."""
+    """Return a call as the proxy itself recorded it."""
     _, key = stage.open_session(TicketRef(1, 0))
     assert stage.ask(key, "hi").status_code == 200
-    (one,) = stage.await_journaled(key)
-    return one
+    (interaction,) = stage.await_journaled(key)
+    return interaction
 
 
 def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
-    """The call as a client would send it, with some fields replaced."""
+    """Return the call as a client would send it, with some fields replaced."""
     if change.get("new_ids") == "of 10**6":
         change = {"new_ids": pack_ids([10**6] * (len(sound.new_ids) // 4))}
     return change_call(sound, **change)
@@ -87,11 +87,11 @@ def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
 def test_unsound_calls_get_400_and_sound_ones_an_entry(stage: Stage, sound: Interaction) -> None:
     _, key = stage.open_session(TicketRef(2, 0))
     generate_reply(stage, key, sound)
-    for what, change in UNSOUND.items():
+    for defect, change in UNSOUND.items():
         answer = stage.post("/rl/record", {"interactions": [changed(sound, change)]}, key)
-        assert answer.status_code == 400, (what, answer.text)
+        assert answer.status_code == 400, (defect, answer.text)
         message = answer.json()["error"]["message"]
-        assert "expected" in message or "not in the session" in message, what
+        assert "expected" in message or "not in the session" in message, defect
         assert "/generate gave" not in message, "the reply is one that it was given"
     assert stage.journaled(key) == []
     answer = stage.post("/rl/record", {"interactions": [changed(sound, {})]}, key)
@@ -105,7 +105,7 @@ def test_weights_are_known_by_the_replies_passed_on(stage: Stage, sound: Interac
     generate_reply(stage, key, sound)
     body = {"interactions": [changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)]})]}
     assert stage.post("/rl/record", body, key).status_code == 200
-    stage.restart_proxy()  # forgets it, for the other tests
+    stage.restart_proxy()  # clears it for the other tests
 
 
 def test_a_restarted_proxy_waits_for_weights(stage: Stage, key: str, sound: Interaction) -> None:
@@ -126,7 +126,7 @@ def test_a_restarted_proxy_waits_for_weights(stage: Stage, key: str, sound: Inte
 
 
 def poison(stage: Stage, good_ref: TicketRef, **unsound: Any) -> dict[TicketRef, str]:
-    """Finish that ticket, and put unsound calls of others into the journal; their sessions."""
+    """Finish the ticket, journal unsound calls of others, and return their sessions."""
     refs = [TicketRef(good_ref.ticket_id, attempt) for attempt in range(10, 10 + len(unsound))]
     sessions = {ref: stage.open_session(ref)[0] for ref in refs}
     session_id, key = stage.open_session(good_ref)
@@ -162,8 +162,8 @@ def test_unsound_calls_in_a_journal_cost_their_tickets_alone(stage: Stage, ref: 
     )
     stage.start_proxy()
     assert stage.seal() == 1
-    assert [one.ref for one in stage.ledger.settled] == [ref]
-    assert {one.ref for one in stage.ledger.dropped} == sessions.keys()
+    assert [ticket.ref for ticket in stage.ledger.settled] == [ref]
+    assert {ticket.ref for ticket in stage.ledger.dropped} == sessions.keys()
     for dropped in stage.ledger.dropped:
         reason = "cannot be sealed: its journal holds an unsound call: expected"
         assert reason in dropped.reason, dropped.ref
@@ -184,8 +184,8 @@ def test_tickets_are_reported_once_the_ledger_answers_again(stage: Stage, ref: T
     assert (stage.ledger.settled, stage.ledger.dropped) == ([], [])
     stage.ledger.away = False
     wait_for(lambda: stage.ledger.dropped, why=lambda: stage.log)
-    assert [one.ref for one in stage.ledger.settled] == [ref]
-    assert [one.ref for one in stage.ledger.dropped] == [*unsound]
+    assert [ticket.ref for ticket in stage.ledger.settled] == [ref]
+    assert [ticket.ref for ticket in stage.ledger.dropped] == [*unsound]
     assert len(stage.sealed_rows(ref)) == 1
 
 
@@ -229,9 +229,9 @@ def test_next_to_no_temperature_makes_a_greedy_reply(stage: Stage, sound: Intera
     _, key = stage.open_session(TicketRef(2, 0))
     generate_reply(stage, key, sound)
     assert record(stage, key, change_call(sound, temperature=1e-8)).status_code == 200
-    (one,) = stage.await_journaled(key)
-    assert one.temperature == 0.0
-    assert decode_sampling_params_json(one.sampling)["temperature"] == 0.0
+    (interaction,) = stage.await_journaled(key)
+    assert interaction.temperature == 0.0
+    assert decode_sampling_params_json(interaction.sampling)["temperature"] == 0.0
 
 
 def test_a_reply_of_another_session_is_refused(stage: Stage, sound: Interaction) -> None:
@@ -252,4 +252,4 @@ def test_a_reply_counts_once_even_after_a_restart(stage: Stage, sound: Interacti
     stage.restart_proxy()
     stage.route_to(stage.sglang.url)
     assert REFUSAL in record(stage, key, change_call(sound, interaction_id="three")).text
-    assert [one.interaction_id for one in stage.journaled(key)] == ["one", "two"]
+    assert [entry.interaction_id for entry in stage.journaled(key)] == ["one", "two"]

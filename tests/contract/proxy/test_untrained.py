@@ -1,4 +1,4 @@
-"""Held-out, failed and auxiliary conversations: recorded with the reason, never learned from."""
+"""Held-out, failed and auxiliary conversations are recorded with the reason and never trained."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ CAUSE, ERROR = "KeyError at agent.py:31", "the agent raised KeyError: 'x'\nTrace
 
 @pytest.fixture
 def stage(small_stage: Stage) -> Stage:
-    """One that seals what is 0.3 s old."""
+    """Start a stage that seals after 0.3 s."""
     small_stage.sglang.script = lambda request: Script()
     small_stage.sglang.requests.clear()
     return small_stage
@@ -41,7 +41,7 @@ def await_rows(stage: Stage, session_id: str) -> list[TrajectoryRow]:
 
 
 def play(stage: Stage, ref: TicketRef, **more: Any) -> tuple[str, str]:
-    """A session in which one thing was said."""
+    """Open a session with one call."""
     session_id, key = stage.open_session(ref)
     assert stage.ask(key, "hi", **more).status_code == 200
     return session_id, key
@@ -50,8 +50,8 @@ def play(stage: Stage, ref: TicketRef, **more: Any) -> tuple[str, str]:
 def keep_failed(stage: Stage, session_id: str, cause: str = CAUSE) -> dict[str, Any]:
     reply = stage.post("/rl/keep_failed", KeepFailedSessionRequest(session_id, cause, ERROR))
     assert reply.status_code == 200, reply.text
-    kept: dict[str, Any] = reply.json()
-    return kept
+    answer: dict[str, Any] = reply.json()
+    return answer
 
 
 def test_a_held_out_episode_is_sealed_and_settled_with_nobody(stage: Stage) -> None:
@@ -65,9 +65,9 @@ def test_a_held_out_episode_is_sealed_and_settled_with_nobody(stage: Stage) -> N
     assert len(stage.ledger.settled) == settled
     assert stage.finish_ticket(HELD_OUT, session_id) == 1  # the driver may ask again
     (shard,) = (
-        one
-        for one in read_index(stage.paths.shard_index_dir)
-        if session_id in [episode.session_id for episode in one.untrained]
+        entry
+        for entry in read_index(stage.paths.shard_index_dir)
+        if session_id in [episode.session_id for episode in entry.untrained]
     )
     assert shard.tickets == []
 
@@ -124,12 +124,12 @@ def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) ->
     def fail(cause: str = CAUSE) -> bool:
         session_id, key = stage.open_session(TicketRef(5, 0))
         stage.end_session(key)
-        told = [bool(keep_failed(stage, session_id, cause)["kept"]) for _ in range(2)]
-        assert told[0] is told[1], "the driver may ask again"
-        return told[0]
+        kept = [bool(keep_failed(stage, session_id, cause)["kept"]) for _ in range(2)]
+        assert kept[0] is kept[1], "the driver may ask again"
+        return kept[0]
 
     assert all(fail() for _ in range(3))
-    stage.stop_proxy()  # which seals them
+    stage.stop_proxy()  # this seals them
     stage.start_proxy()
     assert [fail(), fail(), fail("ValueError at agent.py:31")] == [True, False, True]
     body = {"session_id": "s", "cause": "x" * 600, "error": ""}
@@ -147,11 +147,11 @@ def test_what_is_not_trained_survives_kill_9_and_is_sealed_once(own_stage: Stage
     assert stage.finish_ticket(HELD_OUT, evaluated) == 1
     unsealed = stage.journal.read_bytes()
     stage.stop_proxy()
-    assert [len(stage.untrained_rows(one)) for one in (evaluated, failed)] == [1, 1]
+    assert [len(stage.untrained_rows(session_id)) for session_id in (evaluated, failed)] == [1, 1]
     stage.journal.write_bytes(unsealed)  # as if it died before it could note the shard
     stage.start_proxy()
     stage.stop_proxy()
-    assert [len(stage.untrained_rows(one)) for one in (evaluated, failed)] == [1, 1]
+    assert [len(stage.untrained_rows(session_id)) for session_id in (evaluated, failed)] == [1, 1]
 
 
 def test_a_call_is_recorded_with_its_times_replica_and_parameters(stage: Stage) -> None:
@@ -173,22 +173,22 @@ def test_a_call_is_recorded_with_its_times_replica_and_parameters(stage: Stage) 
     stage.end_session(key)
     stage.finish_ticket(TicketRef(0, 2, eval_step=5), session_id)
     (row,) = await_rows(stage, session_id)
-    record, (one, two) = row.record, row.record.calls
+    record, (call_1, call_2) = row.record, row.record.calls
     assert (record.session_id, record.task_id, record.task_index) == (session_id, "task", 17)
     assert record.cell == "cell-0"
-    times = [began, record.started_at, one.asked_at, one.answered_at, two.asked_at]
-    times += [two.first_token_at, two.answered_at, record.ended_at, time.time()]
+    times = [began, record.started_at, call_1.asked_at, call_1.answered_at, call_2.asked_at]
+    times += [call_2.first_token_at, call_2.answered_at, record.ended_at, time.time()]
     assert times == sorted(times)
-    assert one.first_token_at == 0.0
-    assert [one.id, two.id, two.parent_id] == [first.json()["id"], streamed, one.id]
-    assert [one.trained, two.trained] == [True, True]
-    assert [one.reward, two.reward] == [None, reward]
-    assert [call.replica for call in (one, two)] == [0, 0]
-    assert [one.new_messages, two.new_messages] == [1, 1]
-    assert one.prompt_tokens + one.reply_tokens < two.prompt_tokens
-    assert two.prompt_tokens + two.reply_tokens == row.num_tokens
-    asked = {"temperature": 0.5, "sampling_seed": 11, "max_new_tokens": 9}
-    assert {name: two.sampling[name] for name in asked} == asked
+    assert call_1.first_token_at == 0.0
+    assert [call_1.id, call_2.id, call_2.parent_id] == [first.json()["id"], streamed, call_1.id]
+    assert [call_1.trained, call_2.trained] == [True, True]
+    assert [call_1.reward, call_2.reward] == [None, reward]
+    assert [call.replica for call in (call_1, call_2)] == [0, 0]
+    assert [call_1.new_messages, call_2.new_messages] == [1, 1]
+    assert call_1.prompt_tokens + call_1.reply_tokens < call_2.prompt_tokens
+    assert call_2.prompt_tokens + call_2.reply_tokens == row.num_tokens
+    sampling = {"temperature": 0.5, "sampling_seed": 11, "max_new_tokens": 9}
+    assert {name: call_2.sampling[name] for name in sampling} == sampling
 
 
 HERE = "tests.contract.proxy.test_untrained"
@@ -201,7 +201,7 @@ def find_auxiliary(conversation: dict[str, Any]) -> str | None:
 
 
 class TitledAgent:
-    """Asks for a title after the task."""
+    """Agent that asks for a title after the task."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -216,11 +216,11 @@ class TitledAgent:
         reply = await client.chat.completions.create(model="default", messages=messages)
         messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
         await client.chat.completions.create(model="default", messages=messages)
-        asked: list[Any] = [
+        conversation: list[Any] = [
             {"role": "system", "content": TITLE},
             {"role": "user", "content": "work"},
         ]
-        await client.chat.completions.create(model="default", messages=asked)
+        await client.chat.completions.create(model="default", messages=conversation)
         if self.fails:
             raise ValueError("it breaks")
         return 0.5
@@ -252,12 +252,12 @@ def test_a_call_for_a_title_earns_nothing(stage: Stage, ref: TicketRef, rule: st
     task, title = stage.sealed_rows(ref)
     assert (task.kind, task.row, task.reward) == (RowKind.TRAIN, 0, 0.5)
     assert (title.kind, title.row, title.reward) == (RowKind.AUXILIARY, 1, 0.0)
-    said = "OpenCode: title of the session" if rule == "drop" else "a title"
-    assert (task.record.auxiliary_reason, title.record.auxiliary_reason) == ("", said)
+    expected_reason = "OpenCode: title of the session" if rule == "drop" else "a title"
+    assert (task.record.auxiliary_reason, title.record.auxiliary_reason) == ("", expected_reason)
     assert title.meta["messages"][0]["content"] == TITLE
     assert [call.reward for call in title.record.calls] == [None]
     assert all(
-        call.id not in one.followers for call in title.record.calls for one in task.record.calls
+        call.id not in turn.followers for call in title.record.calls for turn in task.record.calls
     )
 
 
@@ -297,6 +297,6 @@ def test_an_exported_session_names_its_auxiliary_conversations(stage: Stage) -> 
     task, title = (stage.ask(key, text).json()["id"] for text in ("work", "title"))
     stage.post("/rl/mark_auxiliary", MarkAuxiliaryRequest(session_id, {title: "a title"}))
     stage.finish_session(key, 1.0)
-    told = stage.post("/export_trajectories", {"session_id": session_id}).json()
-    assert [*told["interactions"]] == [task]
-    assert told["auxiliary"] == {title: "a title"}
+    export = stage.post("/export_trajectories", {"session_id": session_id}).json()
+    assert [*export["interactions"]] == [task]
+    assert export["auxiliary"] == {title: "a title"}

@@ -1,4 +1,4 @@
-"""Servers die, pause, lie and come back; agents notice as little of it as possible."""
+"""Calls survive servers that die, pause, answer wrongly and return, mostly unnoticed."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def test_calls_without_reply_are_repeated(stage: Stage, key: str, fault: str, st
     answer = stage.ask(key, "hi", stream=stream)
     assert answer.status_code == 200, answer.text
     assert '"error"' not in answer.text
-    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"]
+    assert [entry.reply["content"] for entry in stage.journaled(key)] == ["hello world"]
     first, second = stage.sglang.requests
     assert first["input_ids"] == second["input_ids"]
     assert first["rid"] != second["rid"]
@@ -65,7 +65,7 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stag
     (home,) = (server for server in (stage.sglang, second) if server.requests)
     other = second if home is stage.sglang else stage.sglang
     home.script = lambda request: Script(fault="hang_up")
-    stage.relay.replicas = [one for one in stage.relay.replicas if one.url == other.url]
+    stage.relay.replicas = [replica for replica in stage.relay.replicas if replica.url == other.url]
     assert stage.ask(key, "after").status_code == 200
     assert len(other.requests) == 1
     stage.loop.run(second.stop())

@@ -1,4 +1,4 @@
-"""What frameworks expect beside replies: names of the model, ids, errors in their shape, life."""
+"""Frameworks find model names, ids, error shapes and liveness as their SDKs expect."""
 
 import json
 import threading
@@ -22,10 +22,10 @@ ANTHROPIC = {"anthropic-version": "2023-06-01"}
 def test_both_sdks_find_the_model_under_any_name(stage: Stage, key: str, name: str) -> None:
     with stage.client(key) as client:
         assert client.models.retrieve(name).id == name
-        assert [one.id for one in client.models.list()] == ["tiny"]
+        assert [model.id for model in client.models.list()] == ["tiny"]
     with stage.anthropic(key) as anthropic:
         assert anthropic.models.retrieve(name, extra_query={"beta": "true"}).display_name == name
-        assert [one.id for one in anthropic.models.list()] == ["tiny"]
+        assert [model.id for model in anthropic.models.list()] == ["tiny"]
 
 
 def get(stage: Stage, path: str, key: str, **headers: str) -> httpx.Response:
@@ -75,22 +75,22 @@ def test_tokens_of_a_response_are_counted_before_it_is_asked_for(stage: Stage, k
     with stage.client(key) as client:
         counted = client.responses.input_tokens.count(model="m", input="hi", instructions="Add.")
         assert (counted.object, stage.sglang.requests) == ("response.input_tokens", [])
-        asked = client.responses.create(model="m", input="hi", instructions="Add.")
-    assert asked.usage is not None
-    assert counted.input_tokens == asked.usage.input_tokens
+        response = client.responses.create(model="m", input="hi", instructions="Add.")
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens
 
 
 def test_a_conversation_goes_on_by_references_to_what_was_said(stage: Stage) -> None:
-    """Three turns of a client that sends ids in the place of replies, as Vercel's does."""
+    """Play three turns of a client that sends ids in place of replies, as Vercel's does."""
     letters = stage.speak_in_letters()
     _, key = stage.open_session()
     history: list[Any] = []
     with stage.client(key) as client:
         for question in ("What is 3 + 4?", "and 1?", "and 2?"):
             history.append({"role": "user", "content": question})
-            said = client.responses.create(model="m", input=history)
-            history += [{"type": "item_reference", "id": item.id} for item in said.output]
-        del history[1]["type"]  # which OpenAI's schema lets a client leave out
+            response = client.responses.create(model="m", input=history)
+            history += [{"type": "item_reference", "id": item.id} for item in response.output]
+        del history[1]["type"]  # OpenAI's schema lets a client leave this out.
         history.append({"role": "user", "content": "and 3?"})
         client.responses.create(model="m", input=history)
         history[1]["id"] = "msg_00ff00"
@@ -102,12 +102,12 @@ def test_a_conversation_goes_on_by_references_to_what_was_said(stage: Stage) -> 
 
 def test_what_a_response_answered_is_listed(stage: Stage, key: str) -> None:
     with stage.client(key) as client:
-        asked: Any = [
+        items: Any = [
             {"role": "user", "content": "add"},
             {"type": "function_call", "call_id": "c", "name": "add", "arguments": {"x": 3}},
             {"type": "function_call_output", "call_id": "c", "output": "7"},
         ]
-        first = client.responses.create(model="m", input=asked, instructions="Add.")
+        first = client.responses.create(model="m", input=items, instructions="Add.")
         last = client.responses.create(
             model="m", input="and 1?", instructions="Add.", previous_response_id=first.id
         )
@@ -121,21 +121,21 @@ def test_what_a_response_answered_is_listed(stage: Stage, key: str) -> None:
             with pytest.raises(BadRequestError) as refused:
                 client.responses.input_items.list(last.id, **wrong)
             assert refused.value.param in wrong
-    kinds = [one.type for one in listed]
+    kinds = [item.type for item in listed]
     assert kinds == ["message", "function_call", "function_call_output", "message", "message"]
     assert json.loads(listed[1].to_dict()["arguments"]) == {"x": 3}
     assert listed[3].id == first.output[0].id
-    assert len({one.id for one in listed}) == 5
+    assert len({item.id for item in listed}) == 5
 
 
 def test_the_next_proxy_gives_no_response_and_goes_on_from_each(own_stage: Stage) -> None:
     _, key = own_stage.open_session(TicketRef(1, 0))
     with own_stage.client(key) as client:
-        whole = client.responses.create(model="m", input="hi", instructions="Add.")
+        complete = client.responses.create(model="m", input="hi", instructions="Add.")
         unstored = client.responses.create(model="m", input="hi", store=False)
         own_stage.restart_proxy()
     with own_stage.client(key) as client:
-        for gone in (whole, unstored):
+        for gone in (complete, unstored):
             with pytest.raises(NotFoundError, match=gone.id):
                 client.responses.retrieve(gone.id)
             later = client.responses.create(model="m", input="and?", previous_response_id=gone.id)
@@ -186,7 +186,7 @@ def test_arguments_that_are_no_object_are_kept(stage: Stage, key: str, given: An
         {"role": "user", "content": [result]},
     ]
     assert stage.post("/messages", {"messages": blocks}, key).status_code == 200
-    recorded = [one.new_messages[1]["tool_calls"][0] for one in stage.journaled(key)]
+    recorded = [entry.new_messages[1]["tool_calls"][0] for entry in stage.journaled(key)]
     assert recorded[0]["function"]["arguments"] in (given, {"x": 3}, str(given), "")
 
 
@@ -203,7 +203,7 @@ SIGNS_OF_LIFE = {
     "/messages": 'event: ping\ndata: {"type":"ping"}\n\n',
     "/responses": 'event: keepalive\ndata: {"type":"keepalive","sequence_number":',
 }
-"""What a stream says in a silence, or how that begins."""
+"""Content of a stream in a silence, or its first bytes."""
 
 
 def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
