@@ -1,4 +1,4 @@
-"""What the tests here share: ranks that start without importing Megatron anew, and a recorded run.
+"""Shared ranks, which start without importing Megatron anew, and a recorded run.
 
 A test that is marked with `on_ranks` runs in so many ranks, and makes its assertions there. It
 takes its scenario and the run's paths.
@@ -27,8 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if (marker := pyfuncitem.get_closest_marker("on_ranks")) is None:
         return None
-    given: dict[str, Any] = pyfuncitem.funcargs
-    outcome = given["ranks"].call(pyfuncitem.obj, given["paths"], *marker.args, **given["scenario"])
+    args: dict[str, Any] = pyfuncitem.funcargs
+    outcome = args["ranks"].call(pyfuncitem.obj, args["paths"], *marker.args, **args["scenario"])
     if any(outcome.codes):
         pytest.fail(outcome.log, pytrace=False)
     return True
@@ -42,7 +42,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
 
 @pytest.fixture
 def scenario(request: pytest.FixtureRequest, ranks: RankServer) -> dict[str, Any]:
-    """That of a test on data-parallel ranks; a parameter has further settings of the trainer."""
+    """Return the settings of a test on data-parallel ranks, with the test's own as parameter."""
     (count,) = request.node.get_closest_marker("on_ranks").args
     settings = {"total_steps": STEPS, "parallel": {"dp": count}, **getattr(request, "param", {})}
     return {"trainer": settings}
@@ -56,13 +56,13 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps, none of which is trained: to be copied."""
+    """Record a run of six steps, none of which is trained, for copies."""
     return record_run(tmp_path_factory.mktemp("recorded"), STEPS).root
 
 
 @pytest.fixture(scope="session")
 def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, with rows that the weights of one version or two before have sampled."""
+    """Record the same with rows that weights of one or two versions before sampled."""
     return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=2).root
 
 

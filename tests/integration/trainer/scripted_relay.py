@@ -1,4 +1,4 @@
-"""`python -m tests.integration.trainer.scripted_relay CELL DIRECTORY [HANG_S [HELD]]`: a relay.
+"""Run a relay: `python -m tests.integration.trainer.scripted_relay CELL DIRECTORY [HANG_S [HELD]]`.
 
 It speaks the wire of `areal_hpc.wire.replicas` and takes its part in update groups, but has no
 model. With `HANG_S` it answers the joining of a group after so long, with an error. In the folder
@@ -76,7 +76,7 @@ class Replica:
         c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(body["world_size"])}
 
     def receive(self, body: Any) -> None:
-        """One bucket after the other, as SGLang takes them in."""
+        """Receive one part after the other, as SGLang does."""
         if HELD is not None:
             (HELD / f"called-{next(self.calls)}").touch()
         with self.at_work:
@@ -85,7 +85,7 @@ class Replica:
                 for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
             ]
             if body["load_format"] == "flattened_bucket":
-                messages = [torch.empty(sum(one.nbytes for one in messages), dtype=torch.uint8)]
+                messages = [torch.empty(sum(part.nbytes for part in messages), dtype=torch.uint8)]
             for message in messages:
                 dist.broadcast(message, src=0, group=self.group)
             self.load(body["weight_version"])

@@ -1,4 +1,4 @@
-"""Checkpoints appear whole and fail loudly; a rank resumes all but settings from its part."""
+"""Checkpoints appear complete and fail loudly; a rank resumes all but settings from its part."""
 
 import os
 import resource
@@ -64,7 +64,7 @@ on_one_rank = pytest.mark.on_ranks(1)
 
 
 def visible(paths: RunPaths) -> list[int]:
-    return sorted(one.state.step for one in list_checkpoints(paths.checkpoints_dir))
+    return sorted(checkpoint.state.step for checkpoint in list_checkpoints(paths.checkpoints_dir))
 
 
 def begin_held(learner: Learner) -> threading.Event:
@@ -146,11 +146,11 @@ def test_a_failure_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths)
 
 
 @contextmanager
-def refusal(paths: RunPaths, kind: type[Exception], *said: str) -> Iterator[None]:
-    """A checkpoint fails with an error that says why, and the earlier one stays."""
+def refusal(paths: RunPaths, kind: type[Exception], *parts: str) -> Iterator[None]:
+    """Expect an error of a checkpoint with these parts, and the earlier checkpoint alone."""
     with pytest.raises(kind) as caught:
         yield
-    assert all(part in str(caught.value) for part in said), caught.value
+    assert all(part in str(caught.value) for part in parts), caught.value
     assert visible(paths) == [1]
 
 
@@ -176,8 +176,8 @@ def test_one_rank_that_cannot_write_fails_the_checkpoint(
     if is_full:
         fill_disk(100_000)
     learner.begin_checkpoint({})
-    said = ("could not be written", "rank_00001.bin", "quota") if is_full else ()
-    with refusal(paths, ClusterError if is_full else OtherRankError, *said):
+    parts = ("could not be written", "rank_00001.bin", "quota") if is_full else ()
+    with refusal(paths, ClusterError if is_full else OtherRankError, *parts):
         learner.checkpoints.finish_save()
 
 
@@ -203,8 +203,8 @@ def test_a_damaged_checkpoint_is_named(scenario: Scenario, paths: RunPaths) -> N
         if is_faulty:
             damage(file)
         dist.barrier()
-        said = ("step_00000001/rank_00001.bin", "move") if is_faulty else ()
-        with refusal(paths, ShardError if is_faulty else OtherRankError, *said):
+        parts = ("step_00000001/rank_00001.bin", "move") if is_faulty else ()
+        with refusal(paths, ShardError if is_faulty else OtherRankError, *parts):
             make_learner(scenario, paths)
         if is_faulty:
             file.write_bytes(content)
@@ -222,7 +222,7 @@ def test_a_superseded_trainer_saves_nothing(scenario: Scenario, paths: RunPaths)
 
 
 def place_checkpoint(paths: RunPaths, generation: int) -> Path:
-    """A file of a checkpoint of step 2, by another start of the trainer."""
+    """Place a file of a checkpoint of step 2, by another start of the trainer."""
     path = paths.checkpoints_dir / "step_00000002"
     path.mkdir()
     write_trainer_state(path, TrainerState(step=2, generation=generation, seed=1))
@@ -274,16 +274,16 @@ def test_each_of_four_ranks_holds_writes_and_reads_a_quarter(
     checkpoint = paths.checkpoints_dir / "step_00000001"
     writer = learner.checkpoints._writer
     assert writer is not None
-    whole = BYTES_PER_PARAMETER * sum(one.numel() for one in learner.policy.gpt.parameters())
-    held = len(writer.reserve_memory(0, torch.device("cpu")))
+    total = BYTES_PER_PARAMETER * sum(weight.numel() for weight in learner.policy.gpt.parameters())
+    held_bytes = len(writer.reserve_memory(0, torch.device("cpu")))
     written = get_rank_file_path(checkpoint, dist.get_rank()).stat().st_size
     with counted_reads() as reads:
         make_learner(scenario, paths)
-    for size in (held, written, sum(reads)):
-        assert size == pytest.approx(whole / 4, rel=0.1)
+    for size in (held_bytes, written, sum(reads)):
+        assert size == pytest.approx(total / 4, rel=0.1)
     assert sum(reads) == written
     index = read_checkpoint_index(checkpoint)
-    assert sum(index.compute_data_bytes(rank) for rank in range(4)) == whole
+    assert sum(index.compute_data_bytes(rank) for rank in range(4)) == total
     files = [path.name for path in checkpoint.iterdir() if path.suffix == ".bin"]
     assert sorted(files) == [f"rank_0000{rank}.bin" for rank in range(4)]
 
@@ -302,14 +302,14 @@ def test_a_run_goes_on_with_weights_of_another_type(scenario: Scenario, paths: R
     learner.checkpoints.close()
     scenario["trainer"] |= FLOAT32 if scenario["trainer"]["dtype"] == "bfloat16" else BFLOAT16
     resumed = make_learner(scenario, paths)
-    for expected, found in zip(masters_of(learner), masters_of(resumed), strict=True):
-        assert torch.equal(expected, found)
-    for one, other in zip(
+    for expected, actual in zip(masters_of(learner), masters_of(resumed), strict=True):
+        assert torch.equal(expected, actual)
+    for old, new in zip(
         list_optimizer_shards(learner._optimizer),
         list_optimizer_shards(resumed._optimizer),
         strict=True,
     ):
-        assert all(torch.equal(one.moments[name], other.moments[name]) for name in one.moments)
+        assert all(torch.equal(old.moments[name], new.moments[name]) for name in old.moments)
     exact = dict(learner.policy.gpt.named_parameters())
     for name, parameter in resumed.policy.gpt.named_parameters():
         assert parameter.dtype == resumed.policy.dtype
@@ -318,7 +318,7 @@ def test_a_run_goes_on_with_weights_of_another_type(scenario: Scenario, paths: R
 
 @pytest.mark.on_ranks(2)
 def test_a_checkpoint_is_the_same_whoever_resumed_it(scenario: Scenario, paths: RunPaths) -> None:
-    """Saved, resumed and saved again, every rank's file has the same bytes."""
+    """Every rank's file has the same bytes when it is saved, resumed and saved again."""
     learner = begin_training(scenario, paths)
     learner.begin_checkpoint({})
     learner.checkpoints.finish_save()
@@ -348,7 +348,7 @@ def test_the_step_after_a_resume_needs_all_that_was_kept(
     expected = state_of(learner)
 
     def is_exact_without(name: str | None) -> bool:
-        """Whether the third step is, after a resume that loses one thing of every parameter."""
+        """Test if the third step is exact after a resume that loses a value of each parameter."""
         resumed = make_learner(scenario, paths)
         # Every parameter needs a counter of its own: AdamW counts it up in place.
         assert len({id(moments["step"]) for moments in moments_of(resumed)}) > 10
@@ -364,7 +364,7 @@ def test_the_step_after_a_resume_needs_all_that_was_kept(
 
 
 def settings_of(learner: Learner) -> list[dict[str, Any]]:
-    """AdamW's settings of every group of parameters."""
+    """Return AdamW's settings of every group of parameters."""
     optimizer: Any = learner._optimizer
     return [
         {name: group[name] for name in ("betas", "eps", "weight_decay", "wd_mult")}
@@ -395,7 +395,7 @@ def test_all_ranks_resume_from_what_rank_0_chose(scenario: Scenario, paths: RunP
 
 
 def look_for_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
-    """Rank 1 looks elsewhere."""
+    """Make rank 1 look elsewhere."""
     begin_training(scenario, paths).checkpoints.close()
     collectives.FILE_VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
@@ -410,7 +410,7 @@ def test_a_rank_without_the_checkpoint_says_so(ranks: RankServer, paths: RunPath
 
 
 def fail_alone(scenario: Scenario, paths: RunPaths) -> None:
-    """The other ranks wait in a collective, and none is still joining the groups."""
+    """Fail while the other ranks wait in a collective, and none is still joining the groups."""
     is_true_on_any_rank(False)
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")

@@ -1,4 +1,4 @@
-"""The first rank's loop beside cells that are well, fail and vanish, and an evaluation cell."""
+"""The first rank's loop serves healthy, failing and vanishing cells, and an evaluation cell."""
 
 import math
 import socket
@@ -55,11 +55,11 @@ from tests.support.weight_updates import WITHOUT_MODEL
 
 SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
 HANG_S = 1.0
-"""What each try of the failing replica costs."""
+"""Cost of each try of the failing replica."""
 
 
 class Ledger(JsonHandler):
-    """Has every batch at once."""
+    """Ledger that has every batch at once."""
 
     def post(self, content: bytes) -> None:
         self.answer(200, self.reply(content))
@@ -72,7 +72,7 @@ class Ledger(JsonHandler):
 
 
 class CellThatStarts(Ledger):
-    """A cell's control proxy, whose replica is not ready yet."""
+    """Control proxy of a cell whose replica is not ready yet."""
 
     def get(self) -> None:
         self.answer(200, ReplicasOfCell("cell-0", [ReplicaView(0, 1, "starting", "")]))
@@ -118,7 +118,7 @@ def make_coordinator(
         record,
         ledger=ServiceClient(directory, rendezvous.LEDGER_SERVICE, SERVICE_KEY),
         publisher=publisher,
-        senders=WeightSenders(0, 1, SPECS, transport, lambda *told: []),
+        senders=WeightSenders(0, 1, SPECS, transport, lambda *args: []),
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),
@@ -159,7 +159,7 @@ def test_an_engine_that_computes_another_model_ends_the_run(
     start_relay(stack, tmp_path, "cell-0")
     await_endpoint(tmp_path, rendezvous.format_control_proxy_name("cell-0"))
     coordinator = make_coordinator(stack, tmp_path, cells=1)
-    wrong = replace(WITHOUT_MODEL, logprobs=[one - 4.0 for one in WITHOUT_MODEL.logprobs])
+    wrong = replace(WITHOUT_MODEL, logprobs=[logprob - 4.0 for logprob in WITHOUT_MODEL.logprobs])
     with pytest.raises(RecipeError, match=r"another model than the trainer: .* by 4 on average"):
         train(coordinator, 1, wrong)
     refused = [
@@ -168,8 +168,8 @@ def test_an_engine_that_computes_another_model_ends_the_run(
         if event["event"] == "weights_published"
     ]
     assert len(refused) == MAX_REFUSED_PROOFS
-    told = NewEventLineFormatter()
-    lines = [told.describe_news(event) for event in refused]
+    formatter = NewEventLineFormatter()
+    lines = [formatter.describe_news(event) for event in refused]
     assert lines[0][0].startswith("weights  no replica has taken weights 1.0")
     assert lines[1:] == [[]] * (MAX_REFUSED_PROOFS - 1), "it is told once"
 
@@ -249,14 +249,14 @@ LIMIT_S = 60.0
 
 
 class Court:
-    """A run whose evaluation cell takes as long as the test wants it to."""
+    """Run whose evaluation cell takes as long as the test wants."""
 
     def __init__(self, stack: ExitStack, directory: Path, total_steps: int) -> None:
         self.stack, self.directory = stack, directory
         self.rewards: dict[int, float] = {}
-        """Of the evaluations that are over, by step."""
+        """Rewards of the finished evaluations, by step."""
         self.asked: list[tuple[int, str]] = []
-        """Each step that the ledger was first asked to evaluate, and what the cell served then."""
+        """Steps of the first evaluation requests, with the version that the cell served then."""
         self.step, self._finished = 0, False
         court = self
 
@@ -265,7 +265,7 @@ class Court:
                 if self.path != "/evaluate":
                     return super().reply(body)
                 step = msgspec.json.decode(body, type=EvaluateRequest).step
-                if step not in [known for known, _ in court.asked]:
+                if step not in [asked_step for asked_step, _ in court.asked]:
                     court.asked.append((step, court.served()))
                 reward = court.rewards.get(step)
                 row = None if reward is None else {VALIDATION_REWARD_METRIC: reward}
@@ -292,7 +292,7 @@ class Court:
             return client.call("/replicas", None, ReplicasOfCell).replicas[0].version
 
     def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:
-        """Do what the coordinator says, but train no step above `most_steps`."""
+        """Follow the coordinator, but train no step above `most_steps`."""
         deadline = Deadline(LIMIT_S)
         while not until():
             assert not deadline.is_over()

@@ -68,7 +68,7 @@ REPRESENTATIVES = [
     ),
     (2, 1, "optimizer.before_step@7", {0, 2}),
 ]
-"""Before and within a step, within a checkpoint and after it; and one rank of two."""
+"""Kills before and within a step, within a checkpoint and after it; and one rank of two."""
 
 
 def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
@@ -79,14 +79,14 @@ def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> T
 def expected(
     ranks: RankServer, recorded: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[Any]]:
-    """What every rank of an uninterrupted run holds in the end, by the number of ranks."""
-    found = {}
+    """Return the final digests of every rank of an uninterrupted run, by the number of ranks."""
+    digests = {}
     for dp in (1, 2):
         run = tmp_path_factory.mktemp("uninterrupted") / "run"
         outcome = train(ranks, RunPaths(shutil.copytree(recorded, run)), dp)
         assert outcome.codes == [0] * dp, outcome.log
-        found[dp] = [report["digests"] for report in outcome.reports]
-    return found
+        digests[dp] = [report["digests"] for report in outcome.reports]
+    return digests
 
 
 def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> None:
@@ -95,7 +95,7 @@ def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> No
         assert report["began_at"] in began_at
         assert report["consumed"] == list(range(1, STEPS + 1))
     names = sorted(path.name for path in paths.checkpoints_dir.iterdir())
-    # A kill can leave a third one for the next checkpoint to delete; nothing half-written stays.
+    # A kill can leave a third one for the next checkpoint to delete; no partial file stays.
     assert names[-2:] == COMMITS
     assert names[:-2] in ([], ["step_00000002"])
     assert [line["step"] for line in read_readable_records(paths.metrics)] == list(
@@ -115,7 +115,7 @@ def test_a_run_that_loses_a_rank_ends_with_the_same_bits(
 ) -> None:
     codes = train(ranks, paths, dp, faulty_rank=rank, faults=f"{fault}=kill").codes
     assert codes.pop(rank) == -9
-    # Rank 0 says that it lost a peer; without rank 0 there is nobody to say so to.
+    # Rank 0 reports that it lost a peer; without rank 0 no rank can report it.
     assert codes == [LOST_RANK_EXIT_CODE if rank else STOPPED_EXIT_CODE][: dp - 1]
     resumed = train(ranks, paths, dp)
     check_complete(paths, resumed, began_at)
@@ -151,14 +151,14 @@ def test_an_adapter_with_dropout_is_resumed_with_the_same_bits_on_its_own_base(
     _, killed, _ = check_killed_run_ends_alike(
         ranks, recorded, tmp_path, "optimizer.before_step@9", {}, {}, more=more
     )
-    for other, said in (({}, "trains all weights"), (more, "trains an adapter of")):
+    for other, message in (({}, "trains all weights"), (more, "trains an adapter of")):
         model = killed.starting_model_dir
         if other:
             make_tiny_model(model, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
                             ffn=64, vocab=VOCAB, seed=9)  # fmt: skip
         refused = train_run(ranks, killed, {}, steps=6, more=other)
         assert refused.codes == [78]
-        assert said in refused.reports[0]["error"]
+        assert message in refused.reports[0]["error"]
 
 
 def test_a_mixture_whose_routes_are_replayed_is_resumed_with_the_same_bits(
@@ -176,7 +176,7 @@ def test_a_mixture_whose_routes_are_replayed_is_resumed_with_the_same_bits(
 
 @pytest.mark.thorough
 def test_killed_sft_ends_bit_equal(ranks: RankServer, paths: RunPaths, tmp_path: Path) -> None:
-    answers = {one: f"{one} three" for one in ("one", "two", "three", "one two", "three two one")}
+    answers = {key: f"{key} three" for key in ("one", "two", "three", "one two", "three two one")}
 
     def fine_tune(root: Path, **scenario: Any) -> TaskExit:
         shutil.copytree(paths.root, root, dirs_exist_ok=True)
@@ -226,8 +226,8 @@ def test_a_run_with_its_optimizer_in_host_memory_ends_with_the_same_bits(
 ) -> None:
     expected = digests_of(train_copy_with(ranks, recorded, tmp_path / "plain", settings))
     assert any("main" in name for name in expected[0])
-    found = train_copy_with(ranks, recorded, tmp_path / "offloaded", settings | OFFLOADED)
-    assert digests_of(found) == expected
+    offloaded = train_copy_with(ranks, recorded, tmp_path / "offloaded", settings | OFFLOADED)
+    assert digests_of(offloaded) == expected
 
 
 def test_checkpoints_of_host_memory_are_interchangeable(
@@ -257,9 +257,9 @@ def test_a_fused_step_is_that_of_many_kernels_and_its_checkpoint_is_read_by_both
     switch_adamw_to_fused_kernel(fused._optimizer, torch.device("cpu"))
     for learner in (plain, fused):
         take_step(learner, paths, 1)
-    for expected, found in zip(moments_of(plain), moments_of(fused), strict=True):
+    for expected, actual in zip(moments_of(plain), moments_of(fused), strict=True):
         for name in ("step", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-9)
     fused.begin_checkpoint({})
     fused.checkpoints.finish_save()
     resumed = make_learner(scenario, paths)

@@ -1,4 +1,4 @@
-"""Critic, reference and teacher beside the policy: their scores in every layout, over kills."""
+"""Critic, reference and teacher keep their scores in every layout and over kills."""
 
 import math
 import shutil
@@ -33,14 +33,14 @@ COMPARED = (
     "critic/mean_value", "critic/explained_variance",
 )  # fmt: skip
 MAX_CLIP_FRACTION_GAP = 0.01
-"""Of some 150 tokens one or two may be so near the bound that rounding decides."""
+"""Rounding may decide one or two of some 150 tokens near the bound."""
 CRITIC: dict[str, Any] = {"model": "initial", "lr": 1e-2}
 VALUE: dict[str, Any] = {"baseline": "value", "scale_rewards": "batch", "critic": CRITIC}
 
 
 @pytest.fixture(scope="module")
 def scorer(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model, as transformers saves one: the policy's body with a head of one output."""
+    """Save a reward model as transformers does: the policy's body with a head of one output."""
     folder = tmp_path_factory.mktemp("scorer") / "model"
     shutil.copytree(RunPaths(stale).starting_model_dir, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -69,13 +69,13 @@ def test_the_critic_says_and_learns_what_transformers_does_in_float64(
         (advantages,) = sum_discounted_errors([(own.tolist(), float(row.reward))], 1.0, 0.95)
         values.append(own)
         returns.append(torch.from_numpy(advantages) + own.detach())
-    said, aims = torch.cat(values), torch.cat(returns)
-    loss = ((said - aims) ** 2 / 2).mean()
+    predicted, aims = torch.cat(values), torch.cat(returns)
+    loss = ((predicted - aims) ** 2 / 2).mean()
     loss.backward()
-    left = (aims - said.detach()).var(unbiased=False) / aims.var(unbiased=False)
-    assert first["critic/mean_value"] == pytest.approx(said.mean().item(), rel=1e-4)
+    rest = (aims - predicted.detach()).var(unbiased=False) / aims.var(unbiased=False)
+    assert first["critic/mean_value"] == pytest.approx(predicted.mean().item(), rel=1e-4)
     assert first["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert first["critic/explained_variance"] == pytest.approx(1 - left.item(), rel=1e-4, abs=1e-6)
+    assert first["critic/explained_variance"] == pytest.approx(1 - rest.item(), rel=1e-4, abs=1e-6)
     assert head.grad is not None
     norm = math.hypot(measure_gradient_norm(body), head.grad.norm().item())
     assert first["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -127,7 +127,7 @@ def test_a_killed_run_with_a_critic_ends_with_the_same_bits(
     *_, reports = check_killed_run_ends_alike(
         ranks, stale, tmp_path, fault, VALUE, parallel, more=more
     )
-    assert all(any(name.startswith("critic.") for name in one["digests"]) for one in reports)
+    assert all(any(name.startswith("critic.") for name in report["digests"]) for report in reports)
 
 
 def test_while_the_critic_warms_up_the_policy_stays_as_it_is(
@@ -144,7 +144,7 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is(
     assert [line["grad_norm"] > 0 for line in lines] == [False, False, True]
     assert [line["step/skipped"] for line in lines] == [0, 0, 0], "nothing was due"
     annotated = [read_annotations(RunPaths(tmp_path / "3"), step) for step in (1, 2, 3)]
-    outcomes = [{row.outcome for row in one.rows} - {"no advantage"} for one in annotated if one]
+    outcomes = [{row.outcome for row in step.rows} - {"no advantage"} for step in annotated if step]
     warmed_up = {"the critic warmed up: the policy was not trained"}
     assert outcomes[:2] == [warmed_up, warmed_up]
     assert "trained" in outcomes[2]
@@ -166,7 +166,7 @@ PLAIN = {"off_policy_correction": "none", "surrogate": "none"}
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network of another size, of the same tokens."""
+    """Make a network of another size, of the same tokens."""
     folder = tmp_path_factory.mktemp("other") / "model"
     make_tiny_model(
         folder, ["one two three"], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, layers=4,
@@ -189,7 +189,7 @@ def test_the_divergence_is_that_of_transformers(
 def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
     ranks: RankServer, other_model: Path, tmp_path: Path
 ) -> None:
-    """Rewards are all equal: nothing else is learned from."""
+    """Rewards are all equal, so the teacher alone gives a gradient."""
     paths = record_run(tmp_path / "equal", 1, rewards={1: [1.0] * SAMPLES})
     own, teacher = map(load_float64_model, (paths.starting_model_dir, other_model))
     gaps, terms = [], []

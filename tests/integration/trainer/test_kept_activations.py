@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass, against what `plan` counts."""
+"""Layers keep as many bytes for the backward pass as `plan` counts."""
 
 import gc
 from collections.abc import Callable
@@ -79,19 +79,19 @@ WIDTHS: dict[str, dict[str, Any]] = {
 
 
 def make_architecture(family: str, layers: int, lora: LoraConfig | None = None) -> Architecture:
-    kind, given = TRANSFORMERS_CONFIGS[family]
-    sizes = {**given, **SIZES, **WIDTHS.get(family, {}), "num_hidden_layers": layers}
+    kind, options = TRANSFORMERS_CONFIGS[family]
+    sizes = {**options, **SIZES, **WIDTHS.get(family, {}), "num_hidden_layers": layers}
     kinds = ["full_attention"]
-    if "linear_attention" in given.get("layer_types", ()):
+    if "linear_attention" in options.get("layer_types", ()):
         kinds = ["linear_attention", "full_attention"]
-    if "layer_types" in given:
+    if "layer_types" in options:
         sizes["layer_types"] = (kinds * layers)[:layers]
-    made = getattr(transformers, kind)(**sizes, pad_token_id=0)
-    return parse_architecture(made.to_dict(), family, lora)
+    config = getattr(transformers, kind)(**sizes, pad_token_id=0)
+    return parse_architecture(config.to_dict(), family, lora)
 
 
 def measure_kept_bytes(arch: Architecture, config: TrainerConfig) -> int:
-    """Bytes of tensors that are there between forward and backward pass, and were not before."""
+    """Measure the new tensors between forward and backward pass, in bytes."""
     dtype = TORCH_DTYPE_BY_NAME[config.dtype]
     policy = build_policy(arch, ParallelConfig(), dtype, torch.device("cpu"), config.activations)
     for parameter in policy.gpt.parameters():
@@ -110,9 +110,9 @@ def measure_kept_bytes(arch: Architecture, config: TrainerConfig) -> int:
 
     def end_forward(_: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         nonlocal kept_bytes
-        # What is recomputed is saved anew in the backward pass; what is discarded has size 0 now.
-        found = list_storages()
-        kept_bytes = sum(size for place, size in found.items() if place not in before)
+        # Recomputed tensors are saved anew in the backward pass; discarded ones have size 0 now.
+        storages = list_storages()
+        kept_bytes = sum(size for address, size in storages.items() if address not in before)
         return logprobs_N.sum(), LossStats()
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
@@ -121,12 +121,12 @@ def measure_kept_bytes(arch: Architecture, config: TrainerConfig) -> int:
 
 
 def list_storages() -> dict[int, int]:
-    """Bytes by address."""
+    """Return bytes by address."""
     gc.collect()
     storages = [
-        one.untyped_storage()
-        for one in gc.get_objects()
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu"
+        candidate.untyped_storage()
+        for candidate in gc.get_objects()
+        if type(candidate) in (torch.Tensor, torch.nn.Parameter) and candidate.device.type == "cpu"
     ]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -136,7 +136,7 @@ def check_layers(
 ) -> None:
     measured = measure_kept_bytes(more, config) - measure_kept_bytes(fewer, config)
     counted = [
-        count_stage_activation_bytes(one, config, one.layers, TOKENS) for one in (fewer, more)
+        count_stage_activation_bytes(stage, config, stage.layers, TOKENS) for stage in (fewer, more)
     ]
     assert measured == pytest.approx(counted[1] - counted[0], rel=most_error)
 

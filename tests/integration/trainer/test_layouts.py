@@ -1,7 +1,6 @@
-"""Every parallel layout computes what transformers computes, any layout resumes any other, and the
-checkpoints of all become models that transformers and SGLang read alike.
+"""Every parallel layout computes as transformers does and resumes any other layout.
 
-A quick selection of docs/parity.md, one launch a layout.
+Transformers and SGLang read their checkpoints alike. A quick selection of docs/parity.md.
 """
 
 import functools
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.timeout(900)
 OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
 ALL = (*OTHERS, "1")
 RESUMED_FROM = {"PP2": ("TP2",), "CP2": ("PP2",), "DP2, EP2": ("TP2", "PP2"), "1": OTHERS}
-"""By layout: those before it, whose checkpoints it resumes."""
+"""Earlier layouts whose checkpoints a layout resumes, by layout."""
 ALL_CASES = [(layout, family) for layout in ALL for family in layouts.FAMILIES]
 CASES = choose(ALL_CASES, *((layout, MIXTURE) for layout in ALL), ("TP2", "llama"), ("1", "llama"))
 FILE_BYTES = 64 * 1024
@@ -50,7 +49,7 @@ Export = Callable[[str, str], Path]
 
 @pytest.fixture(scope="module")
 def root(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder a layout, each of one launch, which resumes from the checkpoints of others too."""
+    """Make one folder a layout, each of one launch, which also resumes checkpoints of others."""
     root = tmp_path_factory.mktemp("layouts")
     for name in ALL:
         others = [root / other for other in RESUMED_FROM.get(name, ())]
@@ -66,15 +65,15 @@ def findings(root: Path) -> dict[str, Findings]:
 
 @pytest.fixture(scope="module")
 def exported(root: Path) -> Export:
-    """Exports the only checkpoint of a family in a layout, once; where to."""
+    """Export the only checkpoint of a family in a layout, once, and return its folder."""
 
     @functools.cache
     def export(layout: str, family: str) -> Path:
-        folder, said = root / layout / family, list[str]()
+        folder, lines = root / layout / family, list[str]()
         checkpoint = choose_checkpoint(folder / "checkpoints", None)
         out = folder / "exported"
-        export_checkpoint(checkpoint, folder, out, said.append, file_bytes=FILE_BYTES)
-        assert len(said) == len([*out.glob("*.safetensors")]) > 1
+        export_checkpoint(checkpoint, folder, out, lines.append, file_bytes=FILE_BYTES)
+        assert len(lines) == len([*out.glob("*.safetensors")]) > 1
         return out
 
     return export
@@ -85,19 +84,19 @@ every_case = pytest.mark.parametrize(("layout", "family"), CASES)
 
 @every_case
 def test_layouts_match_reference(findings: dict[str, Findings], layout: str, family: str) -> None:
-    found = findings[layout][family]
-    assert found["tokens"] == findings["1"][family]["tokens"] > 50
-    assert found["micro_batches"] > 1
-    assert found["logprob_gap"] <= LOGPROB_BOUND
-    assert found["gradient_gap"] <= GRADIENT_BOUND
-    assert found["norm_gap"] <= NORM_BOUND
-    # Weights go through the layout and through a resume bit by bit; frozen, they score the same.
-    assert found["export_is_exact"]
-    assert found["specs_match"]
-    assert found["missing"] == []
-    assert found["resume_is_bitwise"]
-    assert found["frozen_is_exact"]
-    check_routed(found)
+    finding = findings[layout][family]
+    assert finding["tokens"] == findings["1"][family]["tokens"] > 50
+    assert finding["micro_batches"] > 1
+    assert finding["logprob_gap"] <= LOGPROB_BOUND
+    assert finding["gradient_gap"] <= GRADIENT_BOUND
+    assert finding["norm_gap"] <= NORM_BOUND
+    # Weights pass through the layout and through a resume bit by bit; frozen, they score the same.
+    assert finding["export_is_exact"]
+    assert finding["specs_match"]
+    assert finding["missing"] == []
+    assert finding["resume_is_bitwise"]
+    assert finding["frozen_is_exact"]
+    check_routed(finding)
 
 
 @every_case
@@ -114,28 +113,28 @@ def test_a_checkpoint_resumes_under_another_layout(
 
 
 def test_layers_that_the_stages_do_not_divide(ranks: RankServer, tmp_path: Path) -> None:
-    whole, uneven = tmp_path / "whole", tmp_path / "uneven"
+    undivided, uneven = tmp_path / "whole", tmp_path / "uneven"
     # A tied embedding, on the first and the last stage; experts.
     families = choose(("llama", "qwen3_moe"), "llama")
-    held = launch(ranks, uneven, LAYOUTS["PP2, 3 layers"], families)
-    resumed = launch(ranks, whole, LAYOUTS["1, 3 layers"], families, [uneven])
+    findings = launch(ranks, uneven, LAYOUTS["PP2, 3 layers"], families)
+    resumed = launch(ranks, undivided, LAYOUTS["1, 3 layers"], families, [uneven])
     for family in families:
-        found = held[family]
-        assert found["logprob_gap"] <= LOGPROB_BOUND
-        assert found["gradient_gap"] <= GRADIENT_BOUND
-        assert found["norm_gap"] <= NORM_BOUND
-        assert found["export_is_exact"]
-        assert (found["missing"], found["resume_is_bitwise"]) == ([], True)
+        finding = findings[family]
+        assert finding["logprob_gap"] <= LOGPROB_BOUND
+        assert finding["gradient_gap"] <= GRADIENT_BOUND
+        assert finding["norm_gap"] <= NORM_BOUND
+        assert finding["export_is_exact"]
+        assert (finding["missing"], finding["resume_is_bitwise"]) == ([], True)
         assert max(resumed[family]["resumed_from"]["uneven"].values()) <= RESUME_BOUND
 
 
 def test_an_export_where_the_middle_stages_have_more_layers(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    found = launch(ranks, tmp_path / "pp4", {"pp": 4, "layers": 6}, ("llama",))["llama"]
-    assert found["gradient_gap"] <= GRADIENT_BOUND
-    assert found["export_is_exact"]
-    assert (found["missing"], found["resume_is_bitwise"]) == ([], True)
+    finding = launch(ranks, tmp_path / "pp4", {"pp": 4, "layers": 6}, ("llama",))["llama"]
+    assert finding["gradient_gap"] <= GRADIENT_BOUND
+    assert finding["export_is_exact"]
+    assert (finding["missing"], finding["resume_is_bitwise"]) == ([], True)
 
 
 @every_case
@@ -152,13 +151,13 @@ def test_a_saved_model_gives_transformers_the_same_logits(
 
 def check_logprobs(expected: list[float], score: Callable[[np.ndarray], list[float]]) -> None:
     """Compare those of all scored tokens; `score` gives one row's, from its second token."""
-    found = [
+    actual = [
         logprob
         for row in make_rows(1)
         for logprob, is_scored in zip(score(row.input_ids_T), row.loss_mask_T[1:], strict=True)
         if is_scored
     ]
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= LOGPROB_BOUND
+    assert max(abs(a - b) for a, b in zip(actual, expected, strict=True)) <= LOGPROB_BOUND
 
 
 @every_case

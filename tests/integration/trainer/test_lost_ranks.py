@@ -1,4 +1,4 @@
-"""Ranks that never join or that hang are named by those that wait for them."""
+"""Waiting ranks name the ranks that never join or that hang."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ RANKS = 3
 
 
 class HandClock:
-    """The module `time` as far as joining reads it: it is moved by hand."""
+    """The module `time` as joining reads it, moved by hand."""
 
     sleep = staticmethod(time.sleep)
 
@@ -36,7 +36,7 @@ class HandClock:
 
 
 def join(rank: int, directory: Path, stop: threading.Event) -> Future[object]:
-    """Join in a thread, which a rank that waits for ever would not keep from ending the tests."""
+    """Join in a thread that cannot keep the tests from ending."""
     ended: Future[object] = Future()
 
     def run() -> None:
@@ -59,16 +59,16 @@ def test_ranks_give_up_a_rank_that_does_not_come_and_name_it(
     monkeypatch.setattr(process_groups, "time", clock)
     joined = [join(rank, tmp_path, threading.Event()) for rank in (0, 1)]
     wait_for(lambda: count_arrived_ranks(tmp_path) == 2, 60.0)
-    assert not any(one.done() for one in joined)
+    assert not any(future.done() for future in joined)
     clock.now_s = process_groups.JOIN_RANKS_TIMEOUT_S
-    wait_for(lambda: all(one.done() for one in joined), 60.0)
-    for one in joined:
+    wait_for(lambda: all(future.done() for future in joined), 60.0)
+    for future in joined:
         with pytest.raises(ClusterError, match=r"of 3 trainer ranks .* within 300 s: 2\n"):
-            one.result()
+            future.result()
 
 
 def count_arrived_ranks(directory: Path) -> int:
-    """The ranks that have told rank 0's store of themselves; 0 as long as there is none."""
+    """Count the ranks that have announced themselves in rank 0's store, if it exists."""
     endpoint = rendezvous.find_endpoint(directory, rendezvous.RANK_STORE_SERVICE)
     if endpoint is None:
         return 0
@@ -144,11 +144,11 @@ def test_the_rank_that_waits_names_the_one_that_hangs_and_where(tmp_path: Path) 
                 timeout=scaled(120),
             )
         finally:
-            hanging.kill()  # else the end of this block would wait until it has slept
+            hanging.kill()  # otherwise the end of this block would wait until it has slept
         assert hanging.stderr is not None
         stacks = hanging.stderr.read()
     assert waiting.returncode == LostTrainerRankError.exit_code, waiting.stderr + stacks
-    said = "behind all others: rank 1 at forward passes, forward of micro-batch 2 for "
-    assert f"a trainer rank hangs: {said}" in waiting.stdout
-    assert f"the trainer stands still: {said}" in waiting.stderr
+    location = "behind all others: rank 1 at forward passes, forward of micro-batch 2 for "
+    assert f"a trainer rank hangs: {location}" in waiting.stdout
+    assert f"the trainer stands still: {location}" in waiting.stderr
     assert "in hang" in stacks, "its stack, in its own log"

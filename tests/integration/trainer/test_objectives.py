@@ -1,4 +1,4 @@
-"""Objectives of stale batches: as transformers in float64, alike in every layout."""
+"""Objectives of stale batches compute as transformers in float64 does, alike in every layout."""
 
 import math
 from collections.abc import Callable
@@ -69,8 +69,8 @@ SEQUENCE_OBJECTIVES: tuple[dict[str, Any], ...] = (
     },
 )  # fmt: skip
 """Ratios of rows, through whose mean the gradient flows in the first; sums over episodes; a custom
-loss that leaves tokens out by what their whole row is like; rows that are judged whole, by ages of
-tokens and by their largest token, on whichever rank it lies."""
+loss that leaves tokens out by a property of their row; rows that are judged as a unit, by ages of
+tokens and by their largest token, on any rank."""
 
 
 @pytest.mark.parametrize("objective", choose(SEQUENCE_OBJECTIVES, SEQUENCE_OBJECTIVES[0]))
@@ -81,9 +81,9 @@ def test_sequence_losses_do_not_depend_on_split_or_layout(
         pack(96), {"cp": 2} | pack(100_000), {"dp": 2} | pack(64), {"tp": 2} | pack(96),
         {"pp": 2} | pack(64),
     )  # fmt: skip
-    if "custom" in objective:  # of the last two it learns nothing
+    if "custom" in objective:  # the last two teach nothing
         every = every[:3]
-    layouts = choose(every, *(one for one in every if one.keys() & {"cp", "pp"}))
+    layouts = choose(every, *(layout for layout in every if layout.keys() & {"cp", "pp"}))
     pairs = check_layouts_agree(
         ranks, stale, tmp_path, objective, COMPARED, layouts=layouts, steps=STEPS, **pack(64)
     )
@@ -106,19 +106,19 @@ AGGREGATIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(
-    "objective", choose(AGGREGATIONS, AGGREGATIONS[1]), ids=lambda one: one["loss_agg"]
+    "objective", choose(AGGREGATIONS, AGGREGATIONS[1]), ids=lambda objective: objective["loss_agg"]
 )
 def test_experts_on_other_ranks_change_no_loss(
     ranks: RankServer, mixture: Path, tmp_path: Path, objective: dict[str, Any]
 ) -> None:
-    """Loss and largest gradient norm of the first step, in other packs on other ranks."""
+    """Compare loss and largest gradient norm of the first step, in other packs on other ranks."""
     (expected,) = train_copy(ranks, mixture, tmp_path / "1", objective, steps=1, **pack(100_000))
-    (found,) = train_copy(
+    (line,) = train_copy(
         ranks, mixture, tmp_path / "2", objective, parallel={"dp": 2, "ep": 2}, steps=1, **pack(96)
     )
-    assert found["tokens/sampled"] == expected["tokens/sampled"]
+    assert line["tokens/sampled"] == expected["tokens/sampled"]
     for name in ("loss", "grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=2e-6), name
+        assert line[name] == pytest.approx(expected[name], rel=2e-6), name
 
 
 def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ MASKED = ("loss", "grad_norm", "entropy/mean", "importance_weight/mean")
 
 
 def record_batch(folder: Path, spoil: Callable[[list[TrajectoryRow]], Any]) -> RunPaths:
-    """A recorded group of two episodes, of 7 and 6 sampled tokens, after `spoil`."""
+    """Record a group of two episodes, of 7 and 6 sampled tokens, after `spoil`."""
     paths = record_run(folder, 0)
     rows = build_batch([[GOOD, BAD]], ExportSettings())
     rows = spoil(rows) or rows
@@ -203,7 +203,7 @@ def make_most_greedy(rows: list[TrajectoryRow]) -> None:
 def test_a_greedy_reply_is_trained_as_if_nobody_had_sampled_it(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    whole, line, other = (
+    all_sampled, line, other = (
         train_batch(ranks, tmp_path / name, spoil)
         for name, spoil in (
             ("plain", lambda rows: None),
@@ -213,10 +213,10 @@ def test_a_greedy_reply_is_trained_as_if_nobody_had_sampled_it(
     )
     for name in ("loss", "grad_norm", "entropy/mean"):
         assert line[name] == pytest.approx(other[name], rel=1e-6)
-    assert line["grad_norm"] != pytest.approx(whole["grad_norm"], rel=1e-2)
-    counts = [one["tokens/untrainable"] for one in (line, other, whole)]
+    assert line["grad_norm"] != pytest.approx(all_sampled["grad_norm"], rel=1e-2)
+    counts = [row["tokens/untrainable"] for row in (line, other, all_sampled)]
     assert counts == [3, 0, 0]
-    assert line["tokens/sampled"] == whole["tokens/sampled"] == 13
+    assert line["tokens/sampled"] == all_sampled["tokens/sampled"] == 13
 
 
 def test_a_batch_of_greedy_replies_ends_the_run_on_all_ranks(
@@ -232,8 +232,8 @@ def test_a_batch_of_greedy_replies_ends_the_run_on_all_ranks(
 
 
 def record_masks(rows: list[TrajectoryRow]) -> list[TrajectoryRow]:
-    """Replies with a top_p of which some of 40 tokens were left in each place."""
-    generator, found = np.random.default_rng(3), []
+    """Record replies with a top_p that left some of 40 tokens at each position."""
+    generator, rows_with_masks = np.random.default_rng(3), []
     for row in rows:
         ids = [
             [int(own), *generator.choice(np.setdiff1d(np.arange(40), own), 7, replace=False)]
@@ -244,25 +244,25 @@ def record_masks(rows: list[TrajectoryRow]) -> list[TrajectoryRow]:
         for call in row.record.calls:
             call.sampling["top_p"] = 0.9
         counts_T = np.array(list(map(len, ids)), np.uint16)
-        flat = np.array([one for own in ids for one in own], np.int32)
-        found.append(replace(row, sampling_mask=SamplingMask(counts_T, flat)))
-    return found
+        flat = np.array([token_id for own in ids for token_id in own], np.int32)
+        rows_with_masks.append(replace(row, sampling_mask=SamplingMask(counts_T, flat)))
+    return rows_with_masks
 
 
 STOPS = [300, 311]
 
 
 def record_all_but_stops(rows: list[TrajectoryRow]) -> list[TrajectoryRow]:
-    """Every reply was sampled from all tokens but two, which were written down one by one."""
-    found = []
+    """Record replies sampled from all tokens but two, as masks of single ids."""
+    rows_with_masks = []
     for row in rows:
-        kept = np.setdiff1d(np.arange(VOCAB), STOPS)
-        counts_T = row.loss_mask_T.astype(np.uint16) * len(kept)
-        ids = np.tile(kept, int(row.loss_mask_T.sum())).astype(np.int32)
+        kept_ids = np.setdiff1d(np.arange(VOCAB), STOPS)
+        counts_T = row.loss_mask_T.astype(np.uint16) * len(kept_ids)
+        ids = np.tile(kept_ids, int(row.loss_mask_T.sum())).astype(np.int32)
         for call in row.record.calls:
             call.sampling["top_p"] = 0.9
-        found.append(replace(row, sampling_mask=SamplingMask(counts_T, ids)))
-    return found
+        rows_with_masks.append(replace(row, sampling_mask=SamplingMask(counts_T, ids)))
+    return rows_with_masks
 
 
 def ask_for_long_replies(rows: list[TrajectoryRow]) -> None:
@@ -271,12 +271,12 @@ def ask_for_long_replies(rows: list[TrajectoryRow]) -> None:
 
 
 def test_a_least_length_is_trained_as_it_was_sampled(ranks: RankServer, tmp_path: Path) -> None:
-    whole, expected = (
+    unmasked, expected = (
         train_batch(ranks, tmp_path / name, spoil)
         for name, spoil in (("plain", lambda rows: None), ("listed", record_all_but_stops))
     )
     forbidden = record_batch(tmp_path / "forbidden", ask_for_long_replies).root
-    ((_, found),) = check_layouts_agree(
+    ((_, line),) = check_layouts_agree(
         ranks,
         forbidden,
         tmp_path,
@@ -287,8 +287,8 @@ def test_a_least_length_is_trained_as_it_was_sampled(ranks: RankServer, tmp_path
         **ONE_STEP,
     )
     for metric in MASKED:
-        assert found[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), metric
-    assert found["entropy/mean"] < whole["entropy/mean"] - 1e-4
+        assert line[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), metric
+    assert line["entropy/mean"] < unmasked["entropy/mean"] - 1e-4
 
 
 def test_distributions_are_over_recorded_masks_in_every_layout(
@@ -319,7 +319,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "cispo": {"clip_high": 1e-3},
     "rloo": {},
 }
-"""Presets, and what is said beside them; with less the clip of `cispo` would not act."""
+"""Presets with further settings, without which the clip of `cispo` would not act."""
 
 
 @pytest.mark.parametrize("name", choose(OBJECTIVES, *[*OBJECTIVES][:2]))
@@ -338,13 +338,13 @@ def test_steps_are_those_of_transformers_in_float64(
     rows_of_steps = [read_recorded_rows(paths, step) for step in range(1, STEPS + 1)]
     expected = [reference.train_batch(rows) for rows in rows_of_steps]
     for count in (1, 2):
-        found = train_copy(
+        lines = train_copy(
             ranks, stale, tmp_path / str(count), tree,
             parallel={"dp": count}, steps=STEPS, minibatches=MINIBATCHES,
         )  # fmt: skip
-        for line, (loss, norm) in zip(found, expected, strict=True):
+        for line, (loss, norm) in zip(lines, expected, strict=True):
             assert line["loss"] == pytest.approx(loss, rel=2e-6, abs=2e-6), (count, line["step"])
             assert line["grad_norm"] == pytest.approx(norm, rel=1e-5), (count, line["step"])
         if name in ("gspo", "cispo"):
-            assert any(line["ratio/clip_fraction"] > 0 for line in found), "the clip acted"
-        assert any(line["staleness/max"] > 0 for line in found)
+            assert any(line["ratio/clip_fraction"] > 0 for line in lines), "the clip acted"
+        assert any(line["staleness/max"] > 0 for line in lines)

@@ -1,4 +1,4 @@
-"""Memory that runs out in a training step: the error says where, how much was meant, what to do."""
+"""A training step without memory fails with its place, the batch size, and a remedy."""
 
 import math
 import re
@@ -20,7 +20,7 @@ BATCH = r"micro-batch (\d+) of (\d+) \((\d+) rows?, (\d+) tokens, the longest ro
 
 
 def allocate_too_much(*_: object) -> None:
-    """What the CPU's allocator refuses, in its own words."""
+    """Allocate until the CPU's allocator refuses, in its own words."""
     torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8)
 
 
@@ -31,7 +31,7 @@ def raise_as_cuda_does(*_: object) -> None:
 def fail_step(
     scenario: Scenario, paths: RunPaths, prepare: Callable[[Learner], object]
 ) -> tuple[str, str, str]:
-    """Message, key and hint of the error of a step."""
+    """Return message, key and hint of the error of a step."""
     learner = make_learner(scenario, paths)
     prepare(learner)
     with pytest.raises(RecipeError) as caught:
@@ -51,9 +51,9 @@ def test_a_forward_pass_is_named(scenario: Scenario, paths: RunPaths) -> None:
             learner.policy.gpt.decoder.layers[1].register_forward_pre_hook(fail)
 
         message, key, hint = fail_step(scenario, paths, prepare)
-        found = re.search(f"memory ran out in the forward pass of {BATCH}", message)
-        assert found is not None, message
-        number, count, rows, tokens, longest = map(int, found.groups())
+        match = re.search(f"memory ran out in the forward pass of {BATCH}", message)
+        assert match is not None, message
+        number, count, rows, tokens, longest = map(int, match.groups())
         assert number == 1 < count
         assert 0 < longest <= tokens <= config_of(scenario).max_tokens_per_microbatch
         assert math.ceil(tokens / longest) <= rows

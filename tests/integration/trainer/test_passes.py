@@ -1,4 +1,4 @@
-"""Passes of a step: gradients, log-probabilities in bfloat16, what is read back and kept."""
+"""Passes of a step compute exact gradients and log-probabilities, in float32 and bfloat16."""
 
 import zlib
 from dataclasses import replace
@@ -109,8 +109,8 @@ def check_settings(parallel: ParallelConfig) -> None:
         assert any(tensor.abs().max() > 0 for tensor in expected.values())
         for setting in SETTINGS:
             policy = build(arch, own, ActivationMemoryConfig.model_validate(setting))
-            found = compute_gradients(policy)
-            different = [name for name in expected if not torch.equal(found[name], expected[name])]
+            grads = compute_gradients(policy)
+            different = [name for name in expected if not torch.equal(grads[name], expected[name])]
             assert different == [], (arch.family, setting)
 
 
@@ -216,15 +216,15 @@ def test_tensors_are_made_on_the_default_device_after_it_as_before(
 ) -> None:
     patch_torch_megatron_without_gpu()
     with torch.device("meta"):
-        made = torch.empty(2), torch.zeros(2), torch.tensor([1.0]), torch.ones(2)
-    assert {str(one.device) for one in made} == {"meta"}
+        tensors = torch.empty(2), torch.zeros(2), torch.tensor([1.0]), torch.ones(2)
+    assert {str(tensor.device) for tensor in tensors} == {"meta"}
     assert str(torch.zeros(2, device="cuda").device) == "cpu"
 
 
 TIED = Architecture("qwen2", 2, 64, 8, 4, 8, 128, 500, 1e-6, 1e4, None, tied=True)
 LENGTH = 60
 MOST_ERROR = 2e-5
-"""Of a log-probability, in nats; with logits in bfloat16 it is .03."""
+"""Largest error of a log-probability, in nats; with logits in bfloat16 it is .03."""
 
 
 def build_in_bfloat16(arch: Architecture, parallel: ParallelConfig) -> TrainedNetwork:
@@ -241,14 +241,14 @@ def build_in_bfloat16(arch: Architecture, parallel: ParallelConfig) -> TrainedNe
 
 
 def score_with_states(policy: TrainedNetwork) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a row with its backward pass, and the states that they come from."""
+    """Return log-probabilities of a row with its backward pass, and the states behind them."""
     states: list[torch.Tensor] = []
-    found: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
     norm = policy.gpt.decoder.final_layernorm
-    hook = norm.register_forward_hook(lambda _module, _given, given: states.append(given.detach()))
+    hook = norm.register_forward_hook(lambda _module, _given, state: states.append(state.detach()))
 
     def note(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        found.append(logprobs_N.detach())
+        logprobs.append(logprobs_N.detach())
         return logprobs_N.sum(), LossStats({"tokens": len(logprobs_N)})
 
     ids = np.arange(LENGTH, dtype=np.int32) * 7 % TIED.vocab
@@ -256,7 +256,7 @@ def score_with_states(policy: TrainedNetwork) -> tuple[torch.Tensor, torch.Tenso
     batches = make_micro_batches_of_this_rank(policy, [row], [], max_tokens=64)
     run_forward_backward(policy, batches, note, backward=True)
     hook.remove()
-    return torch.cat(found), torch.cat(states)[:, 0]
+    return torch.cat(logprobs), torch.cat(states)[:, 0]
 
 
 @pytest.mark.on_ranks(1)
@@ -275,7 +275,7 @@ def test_logprobs_in_bfloat16_are_those_of_the_last_states(
 
 
 class RoundingLog(TorchDispatchMode):
-    """Copies between dtypes, by the memory that they read."""
+    """Log of copies between dtypes, by the memory that they read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -298,11 +298,11 @@ def test_no_weights_are_rounded_where_an_offloaded_optimizer_lies(
     optimizer.reload_model_params()
     for parameter in policy.gpt.parameters():
         parameter.main_grad.normal_()
-    masters = [one for group in optimizer.param_groups for one in group["params"]]
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
     with RoundingLog() as log:
         step_optimizer(optimizer, rate=1e-2)
     assert len(log.read_storages) >= len(masters)
-    assert not {one.untyped_storage().data_ptr() for one in masters}.intersection(log.read_storages)
+    assert not {master.untyped_storage().data_ptr() for master in masters} & {*log.read_storages}
     for shard in optimizer.list_shards():
         assert torch.equal(shard.weights, shard.master.bfloat16())
         assert shard.moments["exp_avg"].abs().max() > 0

@@ -1,4 +1,4 @@
-"""A batch that cannot be read, or that somebody sets aside, costs itself and no other."""
+"""An unreadable batch, or one that a user sets aside, costs itself and no other."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def shard_of(paths: RunPaths, step: int) -> Path:
 
 
 def flip_a_bit(paths: RunPaths, *steps: int) -> None:
-    """In the last byte of a shard, which is of metadata: nothing but the digest shows it."""
+    """Flip a bit in a shard's last byte, which is metadata: only the digest shows it."""
     for step in steps:
         content = bytearray(shard_of(paths, step).read_bytes())
         content[-1] ^= 1
@@ -55,15 +55,15 @@ def quarantine(paths: RunPaths, step: int, *options: str) -> int:
 
 
 def tickets_by_status(paths: RunPaths) -> dict[str, list[int]]:
-    """Of a run whose audit is clean; those trained once are left out."""
+    """Return the tickets of a run with a clean audit, without those trained once."""
     audit = audit_run(paths)
     assert audit.is_consistent, audit
     assert len(audit.tickets) == STEPS * TICKETS
-    found: dict[str, list[int]] = {}
-    for one in audit.tickets:
-        if one.status != "trained":
-            found.setdefault(one.status, []).append(one.ticket_id)
-    return found
+    tickets: dict[str, list[int]] = {}
+    for ticket in audit.tickets:
+        if ticket.status != "trained":
+            tickets.setdefault(ticket.status, []).append(ticket.ticket_id)
+    return tickets
 
 
 def ids_of(*steps: int) -> list[int]:
@@ -72,7 +72,7 @@ def ids_of(*steps: int) -> list[int]:
 
 @pytest.fixture
 def paths(recorded: Path, tmp_path: Path) -> RunPaths:
-    """A copy of the recorded run, with a recipe: commands want one."""
+    """Copy the recorded run, with a recipe, as commands need one."""
     paths = RunPaths(shutil.copytree(recorded, tmp_path / "run"))
     write_recipe(paths, {**TRAINER, "total_steps": STEPS})
     return paths
@@ -82,14 +82,14 @@ def copy_of(paths: RunPaths, name: str) -> RunPaths:
     return RunPaths(shutil.copytree(paths.root, paths.root.with_name(name)))
 
 
-# What cannot be read ------------------------------------------------------------------------------
+# Unreadable batches ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dp", choose([1, 2], 2))
 def test_a_batch_whose_digest_is_wrong_is_set_aside_and_the_others_are_trained(
     ranks: RankServer, paths: RunPaths, dp: int
 ) -> None:
-    asked = copy_of(paths, "asked")
+    copy = copy_of(paths, "asked")
     flip_a_bit(paths, 3)
     outcome = train(ranks, paths, dp)
     assert outcome.codes == [0] * dp, outcome.log
@@ -104,8 +104,8 @@ def test_a_batch_whose_digest_is_wrong_is_set_aside_and_the_others_are_trained(
     (event,) = (json.loads(line) for line in paths.events.read_text().splitlines())
     assert (event["event"], event["step"], event["quarantine"]) == ("untrained", 3, "damaged")
     # Setting it aside by hand leaves the same weights.
-    assert quarantine(asked, 3) == 0
-    assert train(ranks, asked, dp).reports == outcome.reports
+    assert quarantine(copy, 3) == 0
+    assert train(ranks, copy, dp).reports == outcome.reports
 
 
 KINDS = ["missing", "a FIFO", "a symbolic link", "another's rows"]
@@ -140,7 +140,7 @@ def test_the_third_unreadable_batch_in_a_row_ends_every_resume_until_somebody_ac
     for _ in range(2):
         outcome = train(ranks, paths, 2)
         assert sorted(outcome.codes) == [DAMAGED, STOPPED], outcome.log
-        (report,) = (one for one in outcome.reports if one)
+        (report,) = (report for report in outcome.reports if report)
         assert report["kind"] == "ShardError"
         assert "batch 4 cannot be read: " in report["error"]
         assert "nor could batch 2 and batch 3: 3 in a row end the run" in report["error"]
@@ -197,7 +197,7 @@ def test_a_trainer_killed_while_it_sets_a_batch_aside_ends_bit_equal(
     # The audit is clean at this moment too.
     is_recorded = "before_write" not in fault
     assert tickets_by_status(paths).get("quarantined") == (ids_of(3) if is_recorded else None)
-    if is_recorded:  # it stays set aside though its file is whole again
+    if is_recorded:  # it stays set aside though its file is complete again
         flip_a_bit(paths, 3)
     resumed = train(ranks, paths)
     assert resumed.codes == [0], resumed.log
@@ -211,12 +211,12 @@ def test_a_trainer_killed_while_it_sets_a_batch_aside_ends_bit_equal(
 def test_a_batch_is_set_aside_and_taken_back_while_the_run_is_stopped(
     ranks: RankServer, paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = copy_of(paths, "whole")
+    untouched = copy_of(paths, "whole")
     assert quarantine(paths, 4) == 0
     assert "batch 4 is quarantined: the trainer sets it aside when the run is resumed" in (
         capsys.readouterr().out
     )
-    expected = [one for one in ids_of(*range(1, STEPS + 1)) if one not in ids_of(4)]
+    expected = [ticket for ticket in ids_of(*range(1, STEPS + 1)) if ticket not in ids_of(4)]
     assert tickets_by_status(paths) == {"quarantined": ids_of(4), "open": expected}
     assert quarantine(paths, 4) == 0
     assert "batch 4 is quarantined already" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_a_batch_is_set_aside_and_taken_back_while_the_run_is_stopped(
     assert "batch 4 is no longer quarantined" in capsys.readouterr().out
     assert quarantine(paths, 4, "--undo") == REFUSED
     assert "batch 4 is not quarantined" in capsys.readouterr().err
-    assert train(ranks, paths).reports == train(ranks, whole).reports
+    assert train(ranks, paths).reports == train(ranks, untouched).reports
     assert tickets_by_status(paths) == {}
 
 
@@ -252,7 +252,7 @@ def test_a_batch_that_was_consumed_is_neither_set_aside_nor_taken_back(
 def test_a_trainer_at_work_takes_notice_at_its_next_batch(
     ranks: RankServer, paths: RunPaths, tmp_path: Path
 ) -> None:
-    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    gate, held_mark = tmp_path / "gate", tmp_path / "gate.held"
     gate.touch()
     outcomes: list[TaskExit] = []
     working = threading.Thread(
@@ -262,7 +262,7 @@ def test_a_trainer_at_work_takes_notice_at_its_next_batch(
     )
     working.start()
     try:
-        wait_for(held.exists)
+        wait_for(held_mark.exists)
         # Batch 2 is in its hands and stays trained; the others are not.
         for step in (2, 3, 5):
             assert quarantine(paths, step) == 0
@@ -272,7 +272,7 @@ def test_a_trainer_at_work_takes_notice_at_its_next_batch(
         working.join()
     assert outcomes[0].codes == [0], outcomes[0].log
     assert tickets_by_status(paths) == {"quarantined": ids_of(3)}
-    assert [one.step for one in audit_run(paths).untrained] == [3]
+    assert [batch.step for batch in audit_run(paths).untrained] == [3]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`areal-hpc replay` trains recorded steps again; alerts tell of those that taught nothing."""
+"""`areal-hpc replay` trains recorded steps again, and alerts name steps that taught nothing."""
 
 import json
 import os
@@ -32,13 +32,13 @@ SETTINGS = {"total_steps": STEPS, "minibatches": 3}
 
 @pytest.fixture(scope="module")
 def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A run of six steps with checkpoints of the last two even ones."""
+    """Train a run of six steps with checkpoints of the last two even ones."""
     return train(ranks, record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS))
 
 
 @pytest.fixture(scope="module")
 def routed(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """The same of a mixture of experts whose routes are replayed."""
+    """Train a run of a mixture of experts whose routes are replayed."""
     return train(ranks, record_routed_run(tmp_path_factory.mktemp("routed"), STEPS))
 
 
@@ -80,8 +80,8 @@ def test_recorded_steps_are_replayed_bit_by_bit(
     assert "start    " + str(recorded.checkpoints_dir / "step_00000004") in ended.stdout
     assert "steps 5 to 6: loss and gradient norm equal the recorded ones" in ended.stdout
     assert list_files(recorded.root) == before
-    found, expected = lines(tmp_path / "out"), lines(recorded.root)
-    assert list(found) == [5, 6]
+    replayed, expected = lines(tmp_path / "out"), lines(recorded.root)
+    assert list(replayed) == [5, 6]
     same = [
         name
         for name in expected[5]
@@ -89,9 +89,9 @@ def test_recorded_steps_are_replayed_bit_by_bit(
     ]
     assert {"loss", "grad_norm", "entropy/mean", "reward/mean", "reply/tokens_p95"} <= {*same}
     assert ("experts/rerouted_fraction" in same) == (run == "routed")
-    for step, line in found.items():
+    for step, line in replayed.items():
         assert {name: line[name] for name in same} == {name: expected[step][name] for name in same}
-    # The start is a link; what was trained is a checkpoint like any other, with its history.
+    # The start is a link; trained steps make a checkpoint like any other, with its history.
     state = json.loads((tmp_path / "out/checkpoints/step_00000006/trainer.json").read_text())
     assert state["consumed"] == [1, 2, 3, 4, 5, 6]
     assert state["parent"] == "step_00000004"
@@ -107,19 +107,19 @@ def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_p
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lead-in  training steps 1 to 1 with the recorded settings" in ended.stdout
     assert "steps 1 to 1: loss and gradient norm equal the recorded ones" in ended.stdout
-    found, expected = lines(tmp_path / "out"), lines(recorded.root)
-    assert list(found) == [1, 2, 3]
-    assert found[1]["loss"] == expected[1]["loss"]
-    assert found[1]["lr"] == expected[1]["lr"]
-    assert found[2]["lr"] == pytest.approx(expected[2]["lr"] / 10)
-    assert found[2]["importance_weight/mean"] == 1.0
-    assert found[2]["reward/mean"] == expected[2]["reward/mean"]
-    # The same command finds everything done; another one does not touch it.
+    replayed, expected = lines(tmp_path / "out"), lines(recorded.root)
+    assert list(replayed) == [1, 2, 3]
+    assert replayed[1]["loss"] == expected[1]["loss"]
+    assert replayed[1]["lr"] == expected[1]["lr"]
+    assert replayed[2]["lr"] == pytest.approx(expected[2]["lr"] / 10)
+    assert replayed[2]["importance_weight/mean"] == 1.0
+    assert replayed[2]["reward/mean"] == expected[2]["reward/mean"]
+    # The same command finds all steps done; another one does not touch it.
     out = RunPaths(tmp_path / "out")
     again = RecordedStepsReplay(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
     again.replay(reporter, StopEvent())
-    assert lines(tmp_path / "out") == found
+    assert lines(tmp_path / "out") == replayed
     assert not out.log_dir(3).exists()
     with pytest.raises(RecipeError, match="something else is already at"):
         RecordedStepsReplay(recorded, 2, 3, (), out)
@@ -190,7 +190,7 @@ def train_alerted(ranks: RankServer, paths: RunPaths) -> RunPaths:
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunPaths]:
-    """A run whose agents always return the same reward, and one whose rewards vary."""
+    """Train a run whose agents always return the same reward, and one whose rewards vary."""
     root = tmp_path_factory.mktemp("runs")
     constant = record_run(root / "constant" / "run", ALERTED_STEPS, rewards=dict.fromkeys(
         range(1, ALERTED_STEPS + 1), CONSTANT))  # fmt: skip
@@ -212,8 +212,8 @@ def test_a_constant_reward_is_a_failure_after_three_steps(
         append_line(paths.metrics, row)
     capfd.readouterr()
     assert exit_code_of("status", paths.root) == 1
-    said = "failure  steps 1 to 3 taught nothing: no reply has an advantage in 100% of groups"
-    assert said in capfd.readouterr().out
+    alert = "failure  steps 1 to 3 taught nothing: no reply has an advantage in 100% of groups"
+    assert alert in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["status", "why"])
@@ -237,5 +237,5 @@ def test_run_prints_an_alert_once_below_the_step_that_raised_it(
         append_line(paths.metrics, row)
         reporter.report_new_steps()
     reporter.close()
-    told = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == ["step", "step", "step", "failure", "step"]
+    output = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in output] == ["step", "step", "step", "failure", "step"]

@@ -1,4 +1,4 @@
-"""Tokens of a mixture visit the experts they are given; grouped experts are as a loop over them."""
+"""Tokens of a mixture visit the given experts, and grouped experts compute as a loop over them."""
 
 import copy
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from tests.support.replay_worker import Scenario
 from tests.support.routed_reference import following
 
 FLOAT64_BOUND = 1e-5
-"""Of gradients in float32, relative to the largest of a tensor."""
+"""Bound of gradients in float32, relative to the largest of a tensor."""
 
 
 def test_a_perturbed_router_and_gradients_of_float64(ranks: RankServer, tmp_path: Any) -> None:
@@ -58,10 +58,10 @@ def check_perturbed_routers(scenario: dict[str, Any], paths: RunPaths) -> None:
         assert measure_rerouted_share(before, rows) == 0
         after = load(family, perturbation=0.3)
         plain = [as_row(row, None) for row in rows]
-        alone, given = choices_of(after, plain), choices_of(after, rows)
+        alone, replayed = choices_of(after, plain), choices_of(after, rows)
         recorded = choices_of(before, plain)
-        assert sum(not np.array_equal(one, two) for one, two in zip(alone, recorded, strict=True))
-        assert all(np.array_equal(one, two) for one, two in zip(given, recorded, strict=True))
+        assert sum(not np.array_equal(new, old) for new, old in zip(alone, recorded, strict=True))
+        assert all(np.array_equal(new, old) for new, old in zip(replayed, recorded, strict=True))
         assert 0.05 < measure_rerouted_share(after, rows) < 1
         compare_with_float64(family, after, rows)
         scored = score_rows(after, rows, minibatch_count=1, max_tokens=90)
@@ -101,9 +101,9 @@ def choose_routes(family: str, row: TrainingRow) -> npt.NDArray[Any]:
     arch = parse_architecture(model.config.to_dict(), family)
     assert arch.mixture is not None
     routes = arch.mixture.make_routes(len(row.input_ids_T))
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     hooks = [
-        module.register_forward_hook(lambda _m, _a, out: found.append(out[2]))
+        module.register_forward_hook(lambda _m, _a, out: outputs.append(out[2]))
         for module in model.modules()
         if type(module).__name__.endswith("Router")
     ]
@@ -111,7 +111,7 @@ def choose_routes(family: str, row: TrainingRow) -> npt.NDArray[Any]:
         model(torch.from_numpy(row.input_ids_T).long()[None])
     for hook in hooks:
         hook.remove()
-    routes[:-1] = torch.stack(found, 1).numpy()[:-1]
+    routes[:-1] = torch.stack(outputs, 1).numpy()[:-1]
     return routes
 
 
@@ -126,8 +126,8 @@ def measure_rerouted_share(policy: TrainedNetwork, rows: Sequence[TrainingRow]) 
 
 
 def choices_of(policy: TrainedNetwork, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.int64]]:
-    """The experts that the tokens of one row after another visit, in order, but for each last."""
-    found: list[npt.NDArray[np.int64]] = []
+    """Return the experts that the tokens of each row visit, in order, without each last token."""
+    choices: list[npt.NDArray[np.int64]] = []
 
     def note(_router: Any, _states: Any, output: Any) -> None:
         if len(output) == 2:  # Megatron's: weights and a map [T, E]
@@ -135,21 +135,21 @@ def choices_of(policy: TrainedNetwork, rows: Sequence[TrainingRow]) -> list[npt.
             ids_TK = chosen.view(int(tokens.max()) + 1, -1)
         else:
             ids_TK = output[2]
-        found.append(ids_TK.sort(1).values[:-1].numpy())
+        choices.append(ids_TK.sort(1).values[:-1].numpy())
 
-    routers = [one for one in policy.gpt.modules() if type(one).__name__.endswith("Router")]
+    routers = [layer for layer in policy.gpt.modules() if type(layer).__name__.endswith("Router")]
     hooks = [router.register_forward_hook(note) for router in routers]
     for row in rows:
         batches = make_micro_batches_of_this_rank(policy, [row], ("advantage",), 90)
         run_forward_backward(policy, batches, loss, backward=False)
     for hook in hooks:
         hook.remove()
-    return found
+    return choices
 
 
 def compare_with_float64(family: str, policy: TrainedNetwork, rows: list[TrainingRow]) -> None:
     model = weights_of(family, 0.3).double()
-    model.set_experts_implementation("eager")  # the grouped product knows no float64
+    model.set_experts_implementation("eager")  # the grouped product has no float64
     tokens = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
     for row in rows:
         ids = torch.from_numpy(row.input_ids_T).long()
@@ -158,16 +158,16 @@ def compare_with_float64(family: str, policy: TrainedNetwork, rows: list[Trainin
         logprobs = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0]
         weights = torch.from_numpy(row.channels["advantage"][1:] * row.loss_mask_T[1:])
         (-(logprobs * weights).sum() / tokens).backward()
-    expected = by_checkpoint_name({name: one.grad for name, one in model.named_parameters()})
+    expected = by_checkpoint_name({name: weight.grad for name, weight in model.named_parameters()})
     assert policy.ddp_module is not None
     policy.ddp_module.zero_grad_buffer()
     batches = make_micro_batches_of_this_rank(policy, rows, ("advantage",), 90)
     run_forward_backward(policy, batches, loss, backward=True)
-    found = exported_gradients(policy)
+    gradients = exported_gradients(policy)
     routers = [name for name in expected if "gate.weight" in name or "router.weight" in name]
     assert routers
     for name, gradient in expected.items():
-        gap = (found[name] - gradient).abs().max() / gradient.abs().max()
+        gap = (gradients[name] - gradient).abs().max() / gradient.abs().max()
         assert gap <= FLOAT64_BOUND, (family, name, gap)
 
 
@@ -206,39 +206,39 @@ def build_loop(experts: Any) -> Any:
     config.no_sync_func = None  # it copies the rest deeply, and this one leads to process groups
     loop = SequentialMLP(number, config, submodules, groups)
     with torch.no_grad():
-        for place, expert in enumerate(loop.local_experts):
-            expert.linear_fc1.weight.copy_(experts.linear_fc1.weight[place])
-            expert.linear_fc2.weight.copy_(experts.linear_fc2.weight[place])
+        for index, expert in enumerate(loop.local_experts):
+            expert.linear_fc1.weight.copy_(experts.linear_fc1.weight[index])
+            expert.linear_fc2.weight.copy_(experts.linear_fc2.weight[index])
     return loop
 
 
 def describe_checkpoint(module: Any) -> dict[str, set[tuple[Any, ...]]]:
-    """Global shape and dtype of every tensor that a module saves as that of layer 2 of 5."""
+    """Return global shape and dtype of every tensor that a module saves as that of layer 2 of 5."""
     state = module.sharded_state_dict("experts.", ((0, 2, 5),))
     apply_factories(state)
-    found: dict[str, set[tuple[Any, ...]]] = {}
+    tensors: dict[str, set[tuple[Any, ...]]] = {}
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor):
             continue  # an empty state of Transformer Engine's that Megatron's layers save
-        found.setdefault(tensor.key, set()).add((tensor.global_shape, tensor.dtype))
-    return found
+        tensors.setdefault(tensor.key, set()).add((tensor.global_shape, tensor.dtype))
+    return tensors
 
 
 def score(policy: TrainedNetwork) -> torch.Tensor:
-    """Log-probabilities of all micro-batches; leaves the gradients of their sum."""
-    seen = []
+    """Return log-probabilities of all micro-batches, and leave the gradients of their sum."""
+    logprobs = []
 
     def remember(_: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        seen.append(logprobs_N.detach().clone())
+        logprobs.append(logprobs_N.detach().clone())
         return -logprobs_N.sum(), LossStats()
 
     run_forward_backward(policy, make_batches(policy), remember, backward=True)
-    return torch.cat(seen)
+    return torch.cat(logprobs)
 
 
 def check_against_loop(parallel: ParallelConfig) -> None:
     grouped = build(MIXTURE, parallel, ActivationMemoryConfig())
-    found = score(grouped)
+    logprobs = score(grouped)
     looping = build(MIXTURE, parallel, ActivationMemoryConfig())
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for layer in (layer.mlp for layer in looping.gpt.decoder.layers):
@@ -248,16 +248,16 @@ def check_against_loop(parallel: ParallelConfig) -> None:
         layer.token_dispatcher = MoEAlltoAllTokenDispatcher(
             layer.num_local_experts, layer.local_expert_indices, layer.config, groups
         )
-    torch.testing.assert_close(score(looping), found, atol=1e-6, rtol=0)
+    torch.testing.assert_close(score(looping), logprobs, atol=1e-6, rtol=0)
     if parallel.world_size > 1:
         return  # the loop's gradients are in no buffer, which would be reduced
     layers = zip(grouped.gpt.decoder.layers, looping.gpt.decoder.layers, strict=True)
-    for one, other in layers:
+    for block, other in layers:
         for name in ("linear_fc1", "linear_fc2"):
             loop = [getattr(expert, name).weight.grad for expert in other.mlp.experts.local_experts]
-            expected = torch.stack(loop) / len(found)
+            expected = torch.stack(loop) / len(logprobs)
             assert expected.abs().max() > 1e-4
-            own = getattr(one.mlp.experts, name).weight.main_grad
+            own = getattr(block.mlp.experts, name).weight.main_grad
             torch.testing.assert_close(own, expected, atol=1e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""A teacher behind a server: a real SGLang says what a network does; whatever fails is told."""
+"""A teacher behind a real SGLang scores as a network does, and each of its failures is reported."""
 
 import asyncio
 import http.server
@@ -48,7 +48,7 @@ from tests.support.small_policy import make_training_row
 
 
 def make_model(folder: Path, text: str, seed: int) -> Path:
-    """A network of another size than the policy's, whose tokens come from a text."""
+    """Make a network of another size than the policy's, with a tokenizer trained on a text."""
     make_tiny_model(
         folder, [text], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, layers=4,
         vocab=VOCAB, seed=seed,
@@ -87,7 +87,7 @@ def ask(config: TeacherConfig, call: Callable[[TeacherClient], Awaitable[object]
 
 
 def measure_gaps(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
-    """The largest differences between what a server and a network of the trainer say, by batch."""
+    """Measure the largest differences between a server and a network of the trainer, by batch."""
     configs = [
         TrainerConfig.model_validate(
             {**TRAINER, **scenario["trainer"], "objective": {"teacher": where}}
@@ -95,17 +95,17 @@ def measure_gaps(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
         for where in scenario["teachers"]
     ]
     model, device = paths.starting_model_dir, torch.device("cpu")
-    found = [FrozenModels(config, model, device, lambda: False) for config in configs]
+    teachers = [FrozenModels(config, model, device, lambda: False) for config in configs]
     policy = build_policy(read_architecture(model), configs[0].parallel, torch.float32, device)
     gaps = []
     for step in (1, 2):
         rows = list_rows(paths, step)
-        served, own = (one.score(policy, step, rows).teacher or [] for one in found)
+        served, own = (teacher.score(policy, step, rows).teacher or [] for teacher in teachers)
         trained = sum(np.count_nonzero(row.loss_mask_T[1:]) for row in rows)
-        assert sum(np.count_nonzero(one) for one in served) == trained > 0
+        assert sum(np.count_nonzero(scores) for scores in served) == trained > 0
         gaps.append(float(np.abs(np.concatenate(served) - np.concatenate(own)).max()))
-    for one in found:
-        one.close()
+    for teacher in teachers:
+        teacher.close()
     return {"gaps": gaps}
 
 
@@ -148,7 +148,7 @@ def test_a_smaller_vocabulary_is_refused(stale: Path, sglang_url: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("ids", "channels", "said"),
+    ("ids", "channels", "message"),
     [
         ([5, 6, 7], {Channel.TEMPERATURE: 0.7}, "a row sampled with temperature 0.7"),
         ([5] * 400, {}, "answered 400"),
@@ -156,11 +156,11 @@ def test_a_smaller_vocabulary_is_refused(stale: Path, sglang_url: str, tmp_path:
     ids=["temperature", "too long"],
 )
 def test_rows_that_it_cannot_score_are_refused(
-    sglang_url: str, ids: list[int], channels: dict[str, float], said: str
+    sglang_url: str, ids: list[int], channels: dict[str, float], message: str
 ) -> None:
     config = TeacherConfig(url=sglang_url, coef=1.0)
     row = make_training_row(ids, 1, channels)
-    with pytest.raises(UntrainableBatchError, match=f"batch 7: .*{said}") as caught:
+    with pytest.raises(UntrainableBatchError, match=f"batch 7: .*{message}") as caught:
         ask(config, lambda client: client.score(7, [row]))
     assert "areal-hpc quarantine sets this batch aside" in caught.value.problems[0].hint
 
@@ -168,11 +168,11 @@ def test_rows_that_it_cannot_score_are_refused(
 LOGPROB = -1.5
 ROWS_PER_BATCH = TICKETS * SAMPLES
 Answer = int | str | list[Any]
-"""A status, what else is done in the place of an answer, or a token's log-probability in a list."""
+"""A status, a fault in place of an answer, or a token's log-probability in a list."""
 
 
 class ScriptedTeacher(http.server.ThreadingHTTPServer):
-    """Answers rows as SGLang does, or as `choose` says of the number of the call, from 0.
+    """Server that answers rows as SGLang does, or as `choose` says for the call's number, from 0.
 
     With a model it knows the texts of its tokens, too: such calls are not counted.
     """
@@ -210,16 +210,16 @@ class _TeacherHandler(http.server.BaseHTTPRequestHandler):
         ids, start = body["input_ids"], body["logprob_start_len"]
         encoder = self.server.encoder
         if body.get("return_text_in_logprobs") and encoder:
-            self._answer(200, _build_reply([[LOGPROB, one, encoder.decode([one])] for one in ids]))
+            self._answer(200, _build_reply([[LOGPROB, id_, encoder.decode([id_])] for id_ in ids]))
             return
         if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
             self._answer(401, b"no such key")
             return
         match self.server.choose_next():
             case int(200):
-                self._answer(200, _build_reply([[LOGPROB, one, None] for one in ids[start:]]))
+                self._answer(200, _build_reply([[LOGPROB, token, None] for token in ids[start:]]))
             case [logprob]:
-                self._answer(200, _build_reply([[logprob, one, None] for one in ids[start:]]))
+                self._answer(200, _build_reply([[logprob, token, None] for token in ids[start:]]))
             case int(status):
                 self._answer(status, b"the server says so")
             case "hang up":
@@ -290,16 +290,16 @@ def score(
 )
 def test_whatever_a_server_fails_with_is_repeated(faults: list[Answer], retry_s: float) -> None:
     with scripted(lambda call: faults[call] if call < len(faults) else 200) as url:
-        found = score(url, rows=len(faults), retry_s=retry_s)
-    assert [one.tolist() for one in found] == [[0.0, 0.0, LOGPROB, LOGPROB]] * len(faults)
+        scores = score(url, rows=len(faults), retry_s=retry_s)
+    assert [score_T.tolist() for score_T in scores] == [[0.0, 0.0, LOGPROB, LOGPROB]] * len(faults)
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(500, "answered 500: the server says so"), ("drip", "TimeoutError")]
+    ("answer", "message"), [(500, "answered 500: the server says so"), ("drip", "TimeoutError")]
 )
-def test_what_never_ends_is_given_up(answer: Answer, said: str) -> None:
-    timeout_s = 0.3 if isinstance(answer, str) else 60.0  # else no test of how fast it answers
-    with scripted(lambda call: answer) as url, pytest.raises(ClusterError, match=said):
+def test_what_never_ends_is_given_up(answer: Answer, message: str) -> None:
+    timeout_s = 0.3 if isinstance(answer, str) else 60.0  # otherwise no test of its speed
+    with scripted(lambda call: answer) as url, pytest.raises(ClusterError, match=message):
         score(url, call_timeout_s=timeout_s, retry_s=0.0)
 
 
@@ -360,7 +360,7 @@ def test_a_refusal_waits_for_the_checkpoint_that_is_being_written(
         )  # fmt: skip
     assert outcome.codes[0] == 78, outcome.log
     assert outcome.reports[0]["kind"] == kind
-    assert [one.state.step for one in list_checkpoints(paths.checkpoints_dir)] == [1]
+    assert [checkpoint.state.step for checkpoint in list_checkpoints(paths.checkpoints_dir)] == [1]
 
 
 def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
@@ -396,8 +396,8 @@ def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
     ) as url:
         outcome = ranks.call(train_until_stopped, paths, 2, trainer=build_settings(url))
     assert outcome.codes == [0, 0], outcome.log
-    assert [one["finished"] for one in outcome.reports] == [False, False]
-    place = f"at scores of batch 2 by the teacher at {url}, 0 of 12 rows: answered 503"
-    assert any(place in line for line in outcome.reports[0]["lines"])
+    assert [report["finished"] for report in outcome.reports] == [False, False]
+    position = f"at scores of batch 2 by the teacher at {url}, 0 of 12 rows: answered 503"
+    assert any(position in line for line in outcome.reports[0]["lines"])
     (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
     assert (checkpoint.state.step, checkpoint.state.consumed) == (1, [1])

@@ -1,4 +1,4 @@
-"""The SFT stage: it learns, survives a stop, and leaves a usable model."""
+"""The SFT stage learns, survives a stop, and leaves a usable model."""
 
 import os
 import signal
@@ -43,15 +43,15 @@ def train(ranks: RankServer, paths: RunPaths, **scenario: Any) -> TaskExit:
 
 
 def stop_in_step(ranks: RankServer, paths: RunPaths, step: int) -> None:
-    gate, held = paths.root / "gate", paths.root / "gate.held"
+    gate, held_mark = paths.root / "gate", paths.root / "gate.held"
     gate.touch()
     faults = f"optimizer.before_step@{step}=hold:{gate}"
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(train, ranks, paths, faults=faults)
         try:
-            wait_for(lambda: running.done() or (held.exists() and held.read_text()))
+            wait_for(lambda: running.done() or (held_mark.exists() and held_mark.read_text()))
             assert not running.done(), running.result().log
-            os.kill(int(held.read_text()), signal.SIGTERM)
+            os.kill(int(held_mark.read_text()), signal.SIGTERM)
         finally:
             gate.unlink()
         stopped = running.result()
@@ -91,6 +91,6 @@ def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(
             return_tensors="pt",
             return_dict=True,
         )
-        said = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
-        reply = tokenizer.decode(said[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
+        reply = tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         assert reply == answer

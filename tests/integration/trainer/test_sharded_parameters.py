@@ -1,4 +1,4 @@
-"""Networks that FSDP2 divides: no rank ever holds a whole one, and the numbers are the same."""
+"""FSDP2 never leaves a complete network on a rank, and keeps the numbers the same."""
 
 import ctypes
 import resource
@@ -32,8 +32,8 @@ DIVIDED = ParallelConfig(dp=2, shard_parameters=True)
 
 
 def parse(family: str, **sizes: Any) -> Architecture:
-    kind, given = TRANSFORMERS_CONFIGS[family]
-    config = getattr(transformers, kind)(**SIZES | given | sizes, pad_token_id=0)
+    kind, options = TRANSFORMERS_CONFIGS[family]
+    config = getattr(transformers, kind)(**SIZES | options | sizes, pad_token_id=0)
     return parse_architecture(config.to_dict(), family)
 
 
@@ -43,7 +43,7 @@ def draw(tensor: HfTensorSpec, part: tuple[slice, ...]) -> torch.Tensor:
 
 
 def build_whole_first(arch: Architecture, dtype: torch.dtype) -> TrainedNetwork:
-    """Every parameter allocated, then divided."""
+    """Allocate every parameter, then divide them."""
     network = build_network(arch, ParallelConfig(dp=2), dtype, CPU)
     shard_decoder(network.gpt, dtype, CPU)
     return TrainedNetwork(
@@ -92,8 +92,8 @@ def compare_both_ways(scenario: dict[str, Any], paths: RunPaths) -> None:
     assert any("inv_freq" in name for name in by_parts)
     for name, tensor in by_parts.items():
         assert torch.equal(tensor, whole_first[name]), name
-    for one, other in zip(*scores, strict=True):
-        assert one.tobytes() == other.tobytes()
+    for before, after in zip(*scores, strict=True):
+        assert before.tobytes() == after.tobytes()
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 40, "head_dim": 64}
@@ -111,31 +111,31 @@ def test_no_rank_allocates_a_whole_network(
 
 def fill_in_limited_memory(scenario: dict[str, Any], paths: RunPaths) -> None:
     arch = parse("mistral", **WIDE)
-    build_policy(parse("mistral"), DIVIDED, torch.float32, CPU)  # what is made once is there
+    build_policy(parse("mistral"), DIVIDED, torch.float32, CPU)  # makes the lasting objects
     build: Callable[..., TrainedNetwork] = globals()[scenario["way"]]
     with limit_memory(int(0.8 * count_bytes(arch))):
         policy = build(arch, torch.float32)
         load_hf(policy, draw)
-    assert all(isinstance(one, DTensor) for one in policy.gpt.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in policy.gpt.parameters())
 
 
 def count_bytes(arch: Architecture) -> int:
-    shapes = (one.shape for one in list_parameter_maps(arch))
+    shapes = (parameter.shape for parameter in list_parameter_maps(arch))
     return sum(4 * torch.Size(shape).numel() for shape in shapes)
 
 
 M_MMAP_THRESHOLD = -3
-"""Of malloc.h: larger blocks are mapped each by itself."""
+"""Option of malloc.h: larger blocks are mapped each by itself."""
 
 
 @contextmanager
 def limit_memory(more_bytes: int) -> Iterator[None]:
-    """The time in which this process is given so much more memory, touched or not."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed leaves no holes
+    """Allow this process so much more memory, touched or not."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed memory leaves no holes
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    held = 1024 * int(fields["VmData"].removesuffix("kB"))
+    held_bytes = 1024 * int(fields["VmData"].removesuffix("kB"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + more_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + more_bytes, hard))
     try:
         yield
     finally:

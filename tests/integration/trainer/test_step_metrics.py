@@ -40,7 +40,7 @@ EVERY_STEP: dict[str, Any] = {"steps": 3, "minibatches": 1}
 
 @pytest.fixture(scope="module")
 def last_is_best(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three batches; in the last all rewards are the best ones of the run."""
+    """Record three batches, the last with the best rewards of the run."""
     return record_run(tmp_path_factory.mktemp("recorded"), 3, rewards={3: [1.375] * 4}).root
 
 
@@ -75,7 +75,7 @@ OBJECTIVE = {"entropy_coef": COEF}
 
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A batch whose rewards teach nothing, and one like others."""
+    """Record a batch whose rewards teach nothing, and one like others."""
     rewards = {1: [1.0] * SAMPLES}
     return record_run(tmp_path_factory.mktemp("equal"), 2, rewards=rewards).root
 
@@ -101,7 +101,7 @@ def test_the_entropy_term_alone_has_the_gradient_of_transformers_in_float64(
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two batches, of which the second teaches nothing."""
+    """Record two batches, of which the second teaches nothing."""
     rewards = {1: [0.0, 1.0] * (SAMPLES // 2), 2: [1.0] * SAMPLES}
     return record_run(tmp_path_factory.mktemp("annotated"), 2, rewards=rewards).root
 
@@ -116,30 +116,30 @@ def annotate(
 
 
 def get_annotations(paths: RunPaths, step: int = 1) -> StepAnnotations:
-    found = read_annotations(paths, step)
-    assert found is not None
-    return found
+    annotations = read_annotations(paths, step)
+    assert annotations is not None
+    return annotations
 
 
 def test_annotations_are_what_transformers_finds_with_the_weights_that_the_step_began_with(
     ranks: RankServer, sampled: Path, tmp_path: Path
 ) -> None:
     paths, report = annotate(ranks, sampled, tmp_path / "all", "all", dp=1)
-    found = get_annotations(paths)
+    step_1 = get_annotations(paths)
     rows, model = read_recorded_rows(paths), load_float64_model(paths.starting_model_dir)
     model.requires_grad_(False)
-    assert len(found.rows) == len(rows) == found.rows_of_batch
-    for annotation, row in zip(found.rows, rows, strict=True):
-        logprobs, entropies = (one.numpy() for one in score_row(model, row))
+    assert len(step_1.rows) == len(rows) == step_1.rows_of_batch
+    for annotation, row in zip(step_1.rows, rows, strict=True):
+        logprobs, entropies = (values_T.numpy() for values_T in score_row(model, row))
         assert np.frombuffer(annotation.logprobs, "<f4") == pytest.approx(logprobs, abs=1e-4)
-        if annotation.row % 2 == 0:  # the first half is scored by the weights of the begin
+        if annotation.row % 2 == 0:  # the first half is scored by the initial weights
             assert np.frombuffer(annotation.entropies, "<f2") == pytest.approx(entropies, rel=2e-3)
-    assert {one.outcome for one in found.rows} == {"trained"}
-    assert [np.sign(one.advantage) for one in found.rows[:2]] == [-1, 1]
-    assert {one.outcome for one in get_annotations(paths, 2).rows} == {"no advantage"}
-    ratios = [np.frombuffer(one.ratios, "<f2") for one in found.rows]
+    assert {row.outcome for row in step_1.rows} == {"trained"}
+    assert [np.sign(row.advantage) for row in step_1.rows[:2]] == [-1, 1]
+    assert {row.outcome for row in get_annotations(paths, 2).rows} == {"no advantage"}
+    ratios = [np.frombuffer(row.ratios, "<f2") for row in step_1.rows]
     assert ratios[0] == pytest.approx(1.0, abs=1e-3)
-    assert max(np.abs(one - 1).max() for one in ratios[1::2]) > 1e-3, "of the second minibatch"
+    assert max(np.abs(ratio - 1).max() for ratio in ratios[1::2]) > 1e-3, "of the second minibatch"
     plain, other = annotate(ranks, sampled, tmp_path / "off", "off", dp=1)
     assert not plain.annotations_dir.exists()
     assert other["digests"] == report["digests"], "training has not seen them, to the bit"

@@ -1,4 +1,4 @@
-"""Decoders of transformers' own modules: packed and trained as transformers computes them."""
+"""Decoders of transformers' own modules, packed and trained, compute as transformers does."""
 
 import functools
 import json
@@ -56,13 +56,13 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 REPRESENTATIVES = {"CP2": "deepseek_v3", "DP2": "qwen3_5", "DP2 sharded": "qwen3_5"}
-"""Of the families, in layouts of two ranks."""
+"""Families that stand for the others, in layouts of two ranks."""
 
 
 def list_families(layout: str) -> list[str]:
-    known = [one for one in (*FAMILIES, *ADAPTED) if one in families_of(layout)]
-    fewer = [REPRESENTATIVES[layout], *ADAPTED] if layout in REPRESENTATIVES else known
-    return choose(known, *(one for one in known if one in fewer))
+    families = [family for family in (*FAMILIES, *ADAPTED) if family in families_of(layout)]
+    fewer = [REPRESENTATIVES[layout], *ADAPTED] if layout in REPRESENTATIVES else families
+    return choose(families, *(family for family in families if family in fewer))
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +93,20 @@ def find(root: Path) -> Callable[[str], Findings]:
 def test_layouts_match_transformers(find: Callable[[str], Findings], layout: str) -> None:
     findings = find(layout)
     assert [*findings] == list_families(layout)
-    for family, found in findings.items():
-        assert found["tokens"] > 50, family
-        assert found["micro_batches"] > 1, family
-        assert found["logprob_gap"] <= LOGPROB_BOUND, family
-        assert found["gradient_gap"] <= GRADIENT_BOUND, family
-        assert found["norm_gap"] <= NORM_BOUND, family
-        assert (found["export_is_exact"], found["specs_match"], found["missing"]) == (
+    for family, finding in findings.items():
+        assert finding["tokens"] > 50, family
+        assert finding["micro_batches"] > 1, family
+        assert finding["logprob_gap"] <= LOGPROB_BOUND, family
+        assert finding["gradient_gap"] <= GRADIENT_BOUND, family
+        assert finding["norm_gap"] <= NORM_BOUND, family
+        assert (finding["export_is_exact"], finding["specs_match"], finding["missing"]) == (
             True,
             True,
             [],
         )
-        assert (found["resume_is_bitwise"], found["frozen_is_exact"]) == (True, True), family
-        check_routed(found)
-        for gaps in found["resumed_from"].values():
+        assert (finding["resume_is_bitwise"], finding["frozen_is_exact"]) == (True, True), family
+        check_routed(finding)
+        for gaps in finding["resumed_from"].values():
             assert max(gaps.values()) <= RESUME_BOUND, family
 
 
@@ -125,11 +125,11 @@ def test_a_checkpoint_becomes_a_model_that_transformers_reads(root: Path, family
     counts = read_stored_parameters(folder / "exported")
     assert counts is not None
     trained = sum(parameter.numel() for parameter in original.parameters())
-    biases = sum(one.numel() for name, one in buffers.items() if "score_correction" in name)
+    biases = sum(tensor.numel() for name, tensor in buffers.items() if "score_correction" in name)
     assert counts.dense + counts.experts == trained + biases
     parameters = dict(original.named_parameters())
     moved = [
-        name for name, one in loaded.named_parameters() if not torch.equal(one, parameters[name])
+        name for name, data in loaded.named_parameters() if not torch.equal(data, parameters[name])
     ]
     assert len(moved) > len(parameters) / 2, "two steps were taken"
 
@@ -193,10 +193,10 @@ def check_a_leaking_family(scenario: dict[str, Any], paths: RunPaths) -> None:
     transformers_modules.check_packing(config, torch.device("cpu"))
     transformers_modules.check_packing.cache_clear()
     name = scenario["leaking"]
-    kept = getattr(modeling_qwen3_5, name)
+    original = getattr(modeling_qwen3_5, name)
 
     def leak(*args: Any, cu_seqlens: Any = None, cu_seq_lens_q: Any = None, **options: Any) -> Any:
-        return kept(*args, **options)
+        return original(*args, **options)
 
     leak.keeps_to_rows = True  # type: ignore[attr-defined]
     setattr(modeling_qwen3_5, name, leak)
@@ -254,9 +254,9 @@ def train_beside_a_tower(scenario: dict[str, Any], paths: RunPaths) -> None:
     config = whole_class.config_class(
         text_config=text.config.to_dict(), vision_config=tower, tie_word_embeddings=False
     )
-    whole = whole_class(config).float()
+    reference = whole_class(config).float()
     source = paths.root / "source"
-    whole.save_pretrained(source)
+    reference.save_pretrained(source)
 
     policy = build_policy(
         read_architecture(source), ParallelConfig(), torch.float32, torch.device("cpu")
@@ -265,11 +265,11 @@ def train_beside_a_tower(scenario: dict[str, Any], paths: RunPaths) -> None:
     rows = make_rows(1)
     for row in rows:
         row.channels["temperature"].fill(1.0)
-    found = score_rows(policy, rows, minibatch_count=1, max_tokens=90)
-    for row, logprobs_T in zip(rows, found, strict=True):
+    scores = score_rows(policy, rows, minibatch_count=1, max_tokens=90)
+    for row, logprobs_T in zip(rows, scores, strict=True):
         ids = torch.from_numpy(row.input_ids_T).long()
         with torch.no_grad():
-            logits = whole(ids[None]).logits[0, :-1]
+            logits = reference(ids[None]).logits[0, :-1]
         expected = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0].numpy()
         scored = row.loss_mask_T[1:].astype(bool)
         assert np.abs(logprobs_T[1:] - expected)[scored].max() <= LOGPROB_BOUND

@@ -1,4 +1,4 @@
-"""A row, a batch or a gradient that cannot be learnt from costs itself and nothing else."""
+"""A row, a batch or a gradient that cannot be trained costs itself and nothing else."""
 
 import json
 import math
@@ -30,15 +30,15 @@ FAILED, STOPPED = 70, 143
 
 def train_each_step(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     learner = make_learner(scenario, paths)
-    held, lines = [state_of(learner)], []
+    states, lines = [state_of(learner)], []
     for step in list_manifest_steps(paths):
         lines.append(learner.train_batch(read_manifest(paths, step)))
-        held.append(state_of(learner))
+        states.append(state_of(learner))
     return {
-        "held": held,
+        "held": states,
         "lines": lines,
         "consumed": learner.state.consumed,
-        "untrained": [[one.step, one.tickets, one.reason] for one in learner.state.untrained],
+        "untrained": [[note.step, note.tickets, note.reason] for note in learner.state.untrained],
         "adam_steps": sorted({float(moments["step"]) for moments in moments_of(learner)}),
     }
 
@@ -81,18 +81,18 @@ def test_a_ticket_with_an_unsound_row_is_left_out_and_the_others_are_trained(
         msgspec.json.encode(msgspec.structs.replace(sound, tickets=sound.tickets[2:]))
     )
     expected = each_step(ranks, without, parallel)
-    for rank, found in enumerate(each_step(ranks, paths, parallel)):
-        assert found["held"] == expected[rank]["held"]
-        assert found["consumed"] == [1, 2, 3]
-        assert [(step, tickets) for step, tickets, _ in found["untrained"]] == [(2, [3]), (2, [4])]
-        assert column(found, "episodes") == [12, 4, 12]
-        assert column(found, "step/skipped") == [0, 0, 0]
-    reasons = [reason for _, _, reason in found["untrained"]]
+    for rank, report in enumerate(each_step(ranks, paths, parallel)):
+        assert report["held"] == expected[rank]["held"]
+        assert report["consumed"] == [1, 2, 3]
+        assert [(step, tickets) for step, tickets, _ in report["untrained"]] == [(2, [3]), (2, [4])]
+        assert column(report, "episodes") == [12, 4, 12]
+        assert column(report, "step/skipped") == [0, 0, 0]
+    reasons = [reason for _, _, reason in report["untrained"]]
     assert "row 0: expected finite log-probabilities" in reasons[0]
     assert f"row {SAMPLES}: expected token ids from 0 to 319, got {2**30}" in reasons[1]
     events = [json.loads(line) for line in paths.events.read_text().splitlines()]
-    assert {one["event"] for one in events} == {"untrained"}
-    assert [(one["step"], one["tickets"]) for one in events] == [(2, [3]), (2, [4])]
+    assert {event["event"] for event in events} == {"untrained"}
+    assert [(event["step"], event["tickets"]) for event in events] == [(2, [3]), (2, [4])]
 
 
 def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names_them(
@@ -100,7 +100,7 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
 ) -> None:
     paths = record_run(tmp_path, 4)
     spoil(paths, 2, [0, 4, 8], logprobs=np.inf)
-    spoil(paths, 3, range(12), loss_mask=0, logprobs=0, versions=-1)  # sound, but nobody's tokens
+    spoil(paths, 3, range(12), loss_mask=0, logprobs=0, versions=-1)  # sound, but in no session
     outcome = train(ranks, paths, 2, trainer={"total_steps": 4})
     assert outcome.codes == [0, 0], outcome.log
     lines = read_metrics(paths.metrics)
@@ -108,7 +108,7 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
     assert [line["step/skipped"] for line in lines] == [0, 1, 1, 0]
     assert ["reward/mean" in line for line in lines] == [True, False, True, True]
     audit = audit_run(paths)
-    assert [one.ticket_id for one in audit.list_tickets_with_status(TicketStatus.UNSOUND)] == [
+    assert [entry.ticket_id for entry in audit.list_tickets_with_status(TicketStatus.UNSOUND)] == [
         3,
         4,
         5,
@@ -125,24 +125,24 @@ def test_a_batch_whose_advantages_are_all_zero_changes_no_bit(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     paths = record_run(tmp_path, 4, rewards={3: EQUAL})
-    for found in each_step(ranks, paths, parallel):
-        held = found["held"]
-        assert held[0] != held[1] != held[2] == held[3] != held[4]
-        assert column(found, "step/skipped") == [0, 0, 1, 0]
-        assert column(found, "step/nonfinite") == [0, 0, 0, 0]
-        assert found["lines"][2]["grad_norm"] == 0.0
-        assert found["adam_steps"] == [3.0]
-        assert found["untrained"] == []
+    for report in each_step(ranks, paths, parallel):
+        states = report["held"]
+        assert states[0] != states[1] != states[2] == states[3] != states[4]
+        assert column(report, "step/skipped") == [0, 0, 1, 0]
+        assert column(report, "step/nonfinite") == [0, 0, 0, 0]
+        assert report["lines"][2]["grad_norm"] == 0.0
+        assert report["adam_steps"] == [3.0]
+        assert report["untrained"] == []
 
 
 def test_each_optimizer_step_of_a_batch_is_judged_alone(ranks: RankServer, tmp_path: Path) -> None:
     # Rows are dealt in turn: the second of two parts gets every second episode.
     paths = record_run(tmp_path, 4, rewards={2: EQUAL, 3: [1.0, 0.5, 0.0, 0.5]})
-    (found,) = each_step(ranks, paths, minibatches=2)
-    held = found["held"]
-    assert held[0] != held[1] == held[2] != held[3]
-    assert column(found, "step/skipped") == [0, 2, 1, 0]
-    assert found["adam_steps"] == [5.0]
+    (report,) = each_step(ranks, paths, minibatches=2)
+    states = report["held"]
+    assert states[0] != states[1] == states[2] != states[3]
+    assert column(report, "step/skipped") == [0, 2, 1, 0]
+    assert report["adam_steps"] == [5.0]
 
 
 # Gradients that are not finite -------------------------------------------------------------------
@@ -153,16 +153,16 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_tak
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     paths = record_run(tmp_path, 3, far_steps=[2])
-    for found in each_step(ranks, paths, parallel, objective=NAIVE):
-        held = found["held"]
-        assert held[0] != held[1] == held[2] != held[3]
-        assert found["consumed"] == [1, 2, 3]
-        assert column(found, "step/skipped") == column(found, "step/nonfinite") == [0, 1, 0]
-        assert [norm is None for norm in column(found, "grad_norm")] == [False, True, False]
-        (entry,) = found["untrained"]
+    for report in each_step(ranks, paths, parallel, objective=NAIVE):
+        states = report["held"]
+        assert states[0] != states[1] == states[2] != states[3]
+        assert report["consumed"] == [1, 2, 3]
+        assert column(report, "step/skipped") == column(report, "step/nonfinite") == [0, 1, 0]
+        assert [norm is None for norm in column(report, "grad_norm")] == [False, True, False]
+        (entry,) = report["untrained"]
         assert entry[:2] == [2, []]
         assert "1 of 1 optimizer steps are not taken" in entry[2]
-        json.dumps(found["lines"], allow_nan=False)
+        json.dumps(report["lines"], allow_nan=False)
 
 
 @pytest.mark.parametrize("dp", choose([1, 2], 1))
@@ -171,7 +171,7 @@ def test_the_third_bad_batch_ends_every_resume(ranks: RankServer, tmp_path: Path
     for began_after in ("the first start", "a resume from within the streak"):
         outcome = train(ranks, paths, dp, trainer={"total_steps": 5})
         assert sorted(outcome.codes) == [FAILED, STOPPED][:dp], (began_after, outcome.log)
-        (report,) = (one for one in outcome.reports if one)
+        (report,) = (report for report in outcome.reports if report)
         assert report["kind"] == "NonFiniteGradientError"
         assert "step 4, trained on batch_00000004.json" in report["error"]
         assert "batch_00000002.json and step 3, trained on batch_00000003" in report["error"]
@@ -179,23 +179,23 @@ def test_the_third_bad_batch_ends_every_resume(ranks: RankServer, tmp_path: Path
         assert "areal-hpc replay" in report["error"]
         assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3]
     audit = audit_run(paths)
-    assert [one.step for one in audit.untrained] == [2, 3]
-    assert [one.ticket_id for one in audit.list_tickets_with_status(TicketStatus.SKIPPED)] == [
-        *range(3, 9)
-    ]
+    assert [batch.step for batch in audit.untrained] == [2, 3]
+    assert [
+        ticket.ticket_id for ticket in audit.list_tickets_with_status(TicketStatus.SKIPPED)
+    ] == [*range(3, 9)]
     assert audit.summary_line == "trained_once=3 duplicates=0 lost=0 open=6"
 
 
 def resumed_after_a_kill(
     ranks: RankServer, recorded: Path, folder: Path, steps: int, nth: int
 ) -> Sequence[TaskExit]:
-    """A run left alone, and the resume of one that was killed before its nth step."""
+    """Train an undisturbed run, and resume one that was killed before its nth step."""
     settings = {"total_steps": steps, "checkpoint_every_steps": 2}
     alone = RunPaths(shutil.copytree(recorded, folder / "alone"))
     killed = RunPaths(shutil.copytree(recorded, folder / "killed"))
     fault = f"train.before_step@{nth}=kill"
     assert train(ranks, killed, trainer=settings, faults=fault).codes == [-9]
-    return [train(ranks, one, trainer=settings) for one in (alone, killed)]
+    return [train(ranks, run, trainer=settings) for run in (alone, killed)]
 
 
 def test_a_run_killed_at_odd_batches_ends_bit_equal(ranks: RankServer, tmp_path: Path) -> None:
@@ -203,9 +203,9 @@ def test_a_run_killed_at_odd_batches_ends_bit_equal(ranks: RankServer, tmp_path:
     alone, resumed = resumed_after_a_kill(ranks, recorded, tmp_path, 6, 5)
     assert (alone.codes, resumed.codes) == ([0], [0]), resumed.log
     assert resumed.reports[0]["digests"] == alone.reports[0]["digests"]
-    names = [RunPaths(tmp_path / one).checkpoints_dir for one in ("alone", "killed")]
+    names = [RunPaths(tmp_path / name).checkpoints_dir for name in ("alone", "killed")]
     states = [json.loads((name / "step_00000006/trainer.json").read_text()) for name in names]
-    assert [[one["step"] for one in state["untrained"]] for state in states] == [[2, 3, 5]] * 2
+    assert [[batch["step"] for batch in state["untrained"]] for state in states] == [[2, 3, 5]] * 2
     assert resumed.reports[0]["began_at"] in {2, 4}
 
 
