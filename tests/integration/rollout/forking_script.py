@@ -1,4 +1,4 @@
-"""A user's script, without a guard of its main module: gets rewards, forks, and is killed at work.
+"""User's script without a guard of its main module: gets rewards, forks, and is killed at work.
 
 Prints `ready` once it has an idle worker, a busy one, which goes on for minutes with the question
 that is its argument, and a sleeping child.

@@ -1,4 +1,4 @@
-"""Agents that play Harbor's tasks without a model of use."""
+"""Agents that play Harbor's tasks without the help of a model."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ from tests.integration.rollout.test_episode import ask
 
 
 class Playing:
-    """Asks the model, then runs the task's solution or another command, and is judged."""
+    """Agent that calls the model and then runs the task's solution or another command."""
 
     def __init__(self, command: str = "") -> None:
         self.command = command
@@ -25,8 +25,8 @@ class Playing:
                 await ask({"http_client": client, "base_url": url, "api_key": key})
         task, sandbox = find_harbor_task(data), data["sandbox"]
         assert task is not None
-        seen = await sandbox.exec("pwd; ls /tests /solution /logs")
-        assert seen.stdout.decode() == "/app\n/logs:\n\n/solution:\n\n/tests:\n", seen.text
+        result = await sandbox.exec("pwd; ls /tests /solution /logs")
+        assert result.stdout.decode() == "/app\n/logs:\n\n/solution:\n\n/tests:\n", result.text
         if self.command:
             await sandbox.exec(self.command)
         else:

@@ -1,4 +1,4 @@
-"""A harness in a few lines: asks the model, edits a file, and leaves a process behind."""
+"""A minimal harness: it calls the model, edits a file, and leaves a process behind."""
 
 import json
 import os
@@ -18,9 +18,9 @@ request = urllib.request.Request(
     },
 )
 with urllib.request.urlopen(request, timeout=30) as reply:
-    said = json.load(reply)["choices"][0]["message"]["content"]
+    reply = json.load(reply)["choices"][0]["message"]["content"]
 with Path("answer.txt").open("a") as file:
-    file.write(f"{said}\n")
+    file.write(f"{reply}\n")
 (Path(os.environ["HOME"]) / "settings").write_text("mine")
 subprocess.Popen(["sleep", os.environ["LEFT_BEHIND_S"]], start_new_session=True)
 print("x" * 10_000 + "the end", flush=True)

@@ -1,4 +1,4 @@
-"""Agents for processes of their own; they know of the session only what the environment says."""
+"""Agents for separate processes, which learn of the session from the environment alone."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class Blocking:
 
 
 class Hostile:
-    """Does to its driver what the program of a model might make it do; `data["does"]` says what."""
+    """Agent that attacks its driver as a model's program might; `data["does"]` names the attack."""
 
     async def run(self, data: dict[str, Any]) -> Any:
         match data["does"]:
@@ -44,14 +44,14 @@ class Hostile:
 
     @staticmethod
     def _write_on_sockets(content: bytes) -> None:
-        """On each as much as its other end reads: one of them is that of the answers."""
+        """Write on each as much as its other end reads: one of them is that of the answers."""
         for path in Path("/proc/self/fd").iterdir():
-            left, waits = content, 0
+            rest, waits = content, 0
             with contextlib.suppress(OSError):
                 is_socket = stat.S_ISSOCK(os.fstat(int(path.name)).st_mode)
-                while is_socket and left and waits < 20:
+                while is_socket and rest and waits < 20:
                     try:
-                        left = left[os.write(int(path.name), left[: 1 << 20]) :]
+                        rest = rest[os.write(int(path.name), rest[: 1 << 20]) :]
                         waits = 0
                     except BlockingIOError:
                         time.sleep(0.01)
@@ -59,7 +59,7 @@ class Hostile:
 
 
 class _Planted:
-    """A pickle of it writes a file in the process that loads it."""
+    """Object whose pickle writes a file in the process that loads it."""
 
     def __init__(self, note: str) -> None:
         self.note = note
@@ -69,7 +69,7 @@ class _Planted:
 
 
 def _start_daemon(note: str) -> None:
-    """Two forks and a session of its own; returns when it stands."""
+    """Start a daemon by two forks and a session of its own; return when it runs."""
     if os.fork():
         os.wait()
         return

@@ -1,4 +1,4 @@
-"""Reward functions that behave in every way; processes import them by name."""
+"""Reward functions with every behavior, which processes import by name."""
 
 import os
 import time

@@ -23,7 +23,7 @@ print(json.load(urllib.request.urlopen(request, timeout=30))['object'])
 
 
 class Commanding:
-    """Has a program in the sandbox call the model, and notes the processes it then had."""
+    """Agent whose program in the sandbox calls the model, and that notes its processes then."""
 
     def __init__(self, note: str, then: str = "return") -> None:
         self.note, self.then = Path(note), then
@@ -31,7 +31,7 @@ class Commanding:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         sandbox: Sandbox = data["sandbox"]
         await sandbox.exec("setsid sleep 300 > /dev/null & echo of this episode > left")
-        told = await sandbox.exec(["python3", "-c", CALL])
+        result = await sandbox.exec(["python3", "-c", CALL])
         pids = [sandbox.pid, *list_descendants(sandbox.pid)]
         with self.note.open("a") as file:
             file.write(f"{os.getpid()} {' '.join(map(str, pids))}\n")
@@ -40,11 +40,11 @@ class Commanding:
         if self.then == "lose":
             os.kill(sandbox.pid, signal.SIGKILL)
             await sandbox.exec("sleep 5")
-        return float(told.stdout == b"chat.completion\n")
+        return float(result.stdout == b"chat.completion\n")
 
 
 class CommandingOnLoadedNode(Commanding):
-    """In a process in which bubblewrap finds the node full, as the driver's did not."""
+    """Agent whose process finds the node full for bubblewrap, although the driver's did not."""
 
     def __init__(self, note: str) -> None:
         super().__init__(note)

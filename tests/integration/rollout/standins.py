@@ -1,4 +1,4 @@
-"""A ledger and a proxy that speak the wire schemas, scripted by the test. No model behind them."""
+"""Scripted ledger and proxy that speak the wire schemas, without a model."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -49,7 +49,7 @@ Look = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Service:
-    """An HTTP server published under a name; it can be killed and comes back elsewhere."""
+    """HTTP server published under a name; it can be killed and returns at another address."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
@@ -99,7 +99,7 @@ async def answer(own_key: str, form: type, handler: Handler, request: web.Reques
 async def driving(
     directory: Path, key: str = KEY, name: str = "proxy-cell-0"
 ) -> AsyncIterator[tuple[AsyncServiceClient, Any]]:
-    """A client of the service, and the HTTP client of agents, as a driver has them."""
+    """Open a client of the service, and the HTTP client of agents, as a driver does."""
     peer, http_client = AsyncServiceClient(directory, name, key), make_http_client(60.0)
     try:
         yield peer, http_client
@@ -109,7 +109,7 @@ async def driving(
 
 
 class StandInLedger(Service):
-    """Hands out what is queued; what it was told outlives its restarts."""
+    """Ledger that grants the queued tickets, and whose record outlives its restarts."""
 
     def __init__(
         self, directory: Path, queue: list[TicketGrant], *, stop_when_done: bool = True
@@ -126,7 +126,7 @@ class StandInLedger(Service):
         self.answers: dict[TicketRef, list[str]] = {}
         self.requests: list[LeaseRequest] = []
         self.heard_at_s: list[float] = []
-        """When each of them came, by the clock of the event loop."""
+        """Time of each request, by the clock of the event loop."""
         self.seal_now = False
         self.pause_s = 0.25
         self.refuses = False
@@ -142,18 +142,18 @@ class StandInLedger(Service):
             "/report_evaluation": (EvaluationResultRequest, self.evaluate),
         }
 
-    async def lease(self, key: str, asked: LeaseRequest) -> LeaseReply:
+    async def lease(self, key: str, request: LeaseRequest) -> LeaseReply:
         assert key == KEY
         if self.refuses:
             raise web.HTTPForbidden(text="an older generation")
         clock = asyncio.get_running_loop().time
-        self.requests.append(asked)
+        self.requests.append(request)
         self.heard_at_s.append(clock())
-        self.settle(asked.finished)
-        give_up_at = clock() + asked.wait_s
+        self.settle(request.finished)
+        give_up_at = clock() + request.wait_s
         while not self.queue and self.open and not self.seal_now and clock() < give_up_at:
             await asyncio.sleep(0.01)
-        grants, room = [], asked.capacity
+        grants, room = [], request.capacity
         while self.queue and self.queue[0].n_episodes <= room:
             grant = self.queue.pop(0)
             self.leased[grant.ref] = grant
@@ -165,15 +165,15 @@ class StandInLedger(Service):
     def settle(self, refs: Iterable[TicketRef]) -> None:
         self.finished.update(ref for ref in refs if self.leased.pop(ref, None))
 
-    async def drop(self, key: str, told: DropTicketRequest) -> Acknowledged:
-        self.leased.pop(told.ref, None)
-        drops = self.filtered if told.kind == "filtered" else self.dropped
-        drops[told.ref], self.causes[told.ref] = told.reason, told.cause
+    async def drop(self, key: str, request: DropTicketRequest) -> Acknowledged:
+        self.leased.pop(request.ref, None)
+        drops = self.filtered if request.kind == "filtered" else self.dropped
+        drops[request.ref], self.causes[request.ref] = request.reason, request.cause
         return Acknowledged()
 
-    async def evaluate(self, key: str, told: EvaluationResultRequest) -> Acknowledged:
-        self.leased.pop(told.ref, None)
-        self.evaluated[told.ref], self.answers[told.ref] = told.rewards, told.answers
+    async def evaluate(self, key: str, request: EvaluationResultRequest) -> Acknowledged:
+        self.leased.pop(request.ref, None)
+        self.evaluated[request.ref], self.answers[request.ref] = request.rewards, request.answers
         return Acknowledged()
 
 
@@ -183,12 +183,12 @@ class Session:
     interactions: list[str] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     given: dict[str, Reward] = field(default_factory=dict)
-    """The same, with parts, metrics and notes."""
+    """The same rewards with parts, metrics and notes."""
     ended: bool = False
 
 
 class StandInProxy(Service):
-    """Sessions in memory, lost with the process. The model says `Answer: 4` to anything."""
+    """Proxy with sessions in memory alone. The model replies `Answer: 4` to anything."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "proxy-cell-0")
@@ -203,7 +203,7 @@ class StandInProxy(Service):
         self.opened = 0
         self.incarnation = 0
         self.ledger: StandInLedger | None = None
-        """Told of what is sealed."""
+        """Ledger that hears of sealed tickets."""
 
     def routes(self) -> dict[str, tuple[type, Handler]]:
         return {
@@ -245,7 +245,7 @@ class StandInProxy(Service):
         self.opened += 1
         name = f"{self.incarnation}-{self.opened}"
         self.sessions[name] = Session(started)
-        open_now = sum(not one.ended for one in self.sessions.values())
+        open_now = sum(not session.ended for session in self.sessions.values())
         self.most_open = max(self.most_open, open_now)
         return StartSessionReply(name, name, f"control-{name}" if started.rights == "calls" else "")
 
@@ -261,43 +261,43 @@ class StandInProxy(Service):
         envelope = {"object": "chat.completion", "created": 0, "model": "stand-in"}
         return {"id": name, **envelope, "choices": [choice]}
 
-    async def set_reward(self, key: str, told: SetRewardRequest) -> SetRewardReply:
+    async def set_reward(self, key: str, request: SetRewardRequest) -> SetRewardReply:
         session = self.controlled_session_of(key)
-        known = session.interactions
-        if not known:
+        names = session.interactions
+        if not names:
             raise web.HTTPBadRequest(text="the session has no interaction")
-        name = told.interaction_id or known[-1]
-        if name not in known:
-            raise web.HTTPBadRequest(text=f"no interaction {name}; known: {known}")
-        session.given[name] = parse_reward(told.reward)
+        name = request.interaction_id or names[-1]
+        if name not in names:
+            raise web.HTTPBadRequest(text=f"no interaction {name}; known: {names}")
+        session.given[name] = parse_reward(request.reward)
         session.rewards[name] = session.given[name].value
         return SetRewardReply(name)
 
     async def end_session(self, key: str, request: Empty) -> EndSessionReply:
         session = self.controlled_session_of(key)
         session.ended = True
-        rewarded = [session.rewards[one] for one in session.interactions if one in session.rewards]
-        reward = rewarded[-1] if rewarded else None
+        values = [session.rewards[name] for name in session.interactions if name in session.rewards]
+        reward = values[-1] if values else None
         count, replicas = len(session.interactions), int(self.has_replica)
         return EndSessionReply("ended", count, reward, replicas)
 
-    async def finish_ticket(self, key: str, told: FinishTicketRequest) -> FinishTicketReply:
+    async def finish_ticket(self, key: str, request: FinishTicketRequest) -> FinishTicketReply:
         assert key == KEY
-        if told.discard:
-            assert not told.session_ids
-            self.discarded.append(told.ref)
+        if request.discard:
+            assert not request.session_ids
+            self.discarded.append(request.ref)
             return FinishTicketReply(0)
-        unknown = [one for one in told.session_ids if one not in self.sessions]
+        unknown = [name for name in request.session_ids if name not in self.sessions]
         if unknown:
             raise web.HTTPNotFound(text=f"no sessions {unknown}")
-        assert all(self.sessions[one].ended for one in told.session_ids)
-        self.finished[told.ref] = told.session_ids
-        return FinishTicketReply(len(told.session_ids))
+        assert all(self.sessions[name].ended for name in request.session_ids)
+        self.finished[request.ref] = request.session_ids
+        return FinishTicketReply(len(request.session_ids))
 
-    async def keep_failed(self, key: str, told: KeepFailedSessionRequest) -> KeepFailedSessionReply:
+    async def keep_failed(self, key: str, body: KeepFailedSessionRequest) -> KeepFailedSessionReply:
         assert key == KEY
-        assert self.session_of(told.session_id).ended
-        self.failed.append(told)
+        assert self.session_of(body.session_id).ended
+        self.failed.append(body)
         return KeepFailedSessionReply(True)
 
     async def seal(self, key: str, request: Empty) -> SealTicketsReply:

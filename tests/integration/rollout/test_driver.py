@@ -47,7 +47,7 @@ from tests.support.deadlines import Deadline, scaled
 
 N_TASKS = 8
 Meanwhile = Callable[[], Coroutine[Any, Any, None]]
-"""What happens while the driver runs."""
+"""Coroutine that runs beside the driver."""
 
 
 def tickets(count: int, n_samples: int = 4) -> list[TicketGrant]:
@@ -59,7 +59,7 @@ def evaluations(count: int, step: int = 5) -> list[TicketGrant]:
 
 
 class Cell:
-    """A driver between a stand-in ledger and a stand-in proxy."""
+    """Driver between a stand-in ledger and a stand-in proxy."""
 
     def __init__(
         self, run_dir: Path, agent: Agent | None, grants: list[TicketGrant], /, **rollout: Any
@@ -74,8 +74,8 @@ class Cell:
         self.rollout = RolloutConfig(workflow="given", **{"n_samples": 4, **rollout})
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        found = read_readable_records(self.run_dir / "events.jsonl")
-        return [event for event in found if event["event"] == name]
+        records = read_readable_records(self.run_dir / "events.jsonl")
+        return [event for event in records if event["event"] == name]
 
     @property
     def sessions(self) -> list[StartSessionRequest]:
@@ -136,7 +136,7 @@ class Cell:
 
 
 class Steady:
-    """One model call; the reward is the task's number, after some seconds and a condition."""
+    """Agent with one model call; the reward is the task's number, after a delay and a condition."""
 
     def __init__(self, seconds: float = 0.0, until: Callable[[], bool] = lambda: True) -> None:
         self.seconds = seconds
@@ -161,7 +161,7 @@ class Workflow(RolloutWorkflow):
 
 
 class Fails:
-    """Fails when it is due, by the number of its task and of episodes begun; `times` in all."""
+    """Agent that fails by the number of its task and of begun episodes; `times` in all."""
 
     def __init__(self, is_due: Callable[[int, int], bool], times: int = 1_000_000) -> None:
         self.is_due = is_due
@@ -169,11 +169,11 @@ class Fails:
         self.begun = 0
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        place, self.begun = self.begun, self.begun + 1
+        number, self.begun = self.begun, self.begun + 1
         await ask(extra_kwargs)
-        if self.left and self.is_due(data["task"], place):
+        if self.left and self.is_due(data["task"], number):
             self.left -= 1
-            raise RuntimeError(f"no luck with task {data['task']} at {place}")
+            raise RuntimeError(f"no luck with task {data['task']} at {number}")
         return 1.0
 
 
@@ -185,7 +185,7 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
     assert cell.ledger.finished == set(cell.proxy.finished)
     for ref, sessions in cell.proxy.finished.items():
         started = [cell.proxy.sessions[name].started for name in sessions]
-        assert [(one.ref, one.episode) for one in started] == [(ref, at) for at in range(4)]
+        assert [(start.ref, start.episode) for start in started] == [(ref, at) for at in range(4)]
         rewards = [list(cell.proxy.sessions[name].rewards.values()) for name in sessions]
         assert rewards == [[float(ref.ticket_id % N_TASKS)]] * 4
     assert len(set(agent.seeds)) == 48
@@ -207,14 +207,14 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
 def test_the_recipe_decides_the_limits_of_sessions_and_how_they_become_rows(
     tmp_path: Path, agent: Agent, how: dict[str, Any], limits: SessionLimits, export: ExportSettings
 ) -> None:
-    given = {"max_turns": limits.max_turns, "max_tokens": limits.max_tokens}
-    cell = Cell(tmp_path, agent, tickets(1), agent=how, limits=given)
+    configured = {"max_turns": limits.max_turns, "max_tokens": limits.max_tokens}
+    cell = Cell(tmp_path, agent, tickets(1), agent=how, limits=configured)
     cell.run()
-    assert [(one.limits, one.export) for one in cell.sessions] == [(limits, export)] * 4
+    assert [(session.limits, session.export) for session in cell.sessions] == [(limits, export)] * 4
     records = isinstance(agent, RolloutWorkflow)
-    assert {one.records_calls for one in cell.sessions} == {records}
-    assert {one.rights for one in cell.sessions} == {"all" if records else "calls"}
-    assert {one.sampling_from for one in cell.sessions} == {how.get("sampling", "agent")}
+    assert {session.records_calls for session in cell.sessions} == {records}
+    assert {session.rights for session in cell.sessions} == {"all" if records else "calls"}
+    assert {session.sampling_from for session in cell.sessions} == {how.get("sampling", "agent")}
 
 
 @pytest.mark.parametrize(("slots", "open_at_once"), [(8, 8), (1, 4)])
@@ -228,7 +228,7 @@ def test_slots_are_kept_busy_and_exceeded_by_nothing_but_a_single_group(
 
 
 class Loaded(HostRuntime):
-    """A node on which no sandbox starts for a while, after the first one."""
+    """Node on which no sandbox starts for a while, after the first one."""
 
     def __init__(self, failures: int, error: ClusterError | RecipeError) -> None:
         super().__init__()
@@ -262,11 +262,11 @@ def test_a_sandbox_that_does_not_start_costs_no_try(
     assert not cell.ledger.dropped
     interrupted = cell.events("episode_interrupted")
     assert interrupted
-    assert all(NO_PROCESS in one["reason"] for one in interrupted)
+    assert all(NO_PROCESS in event["reason"] for event in interrupted)
 
 
 class Oversized:
-    """Task 0 asks for more space than there is."""
+    """Agent whose task 0 needs more space than there is."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await ask(extra_kwargs)
@@ -283,7 +283,7 @@ def test_a_ticket_for_which_the_node_lacks_something_for_long_is_dropped(
     monkeypatch.setattr(group, "MAX_SHORTAGE_S", 0.04)
     cell = Cell(tmp_path, Oversized(), [*grants], n_samples=1)
     cell.run()
-    lost, played = (one.ref for one in grants)
+    lost, played = (grant.ref for grant in grants)
     assert {*cell.proxy.finished, *cell.ledger.evaluated} == {played}
     assert "could not be played" in cell.ledger.dropped[lost]
     assert cell.ledger.causes == {lost: ""}, "else the ledger takes it for the agent's fault"
@@ -294,7 +294,7 @@ UNLUCKY = Fails(lambda task, _: task == 0)
 
 
 @pytest.mark.parametrize(
-    ("agent", "grants", "timeout_s", "said"),
+    ("agent", "grants", "timeout_s", "message"),
     [
         (UNLUCKY, tickets(4), 60.0, "task 0 failed 2 times; last error: the agent raised Runtime"),
         (UNLUCKY, evaluations(4), 60.0, "task 0 failed 2 times"),
@@ -304,13 +304,13 @@ UNLUCKY = Fails(lambda task, _: task == 0)
     ids=["failing agent", "failing evaluation", "slow agent", "unknown task"],
 )
 def test_a_ticket_that_cannot_end_well_is_dropped_with_the_reason_and_no_other_is(
-    tmp_path: Path, agent: Agent, grants: list[TicketGrant], timeout_s: float, said: str
+    tmp_path: Path, agent: Agent, grants: list[TicketGrant], timeout_s: float, message: str
 ) -> None:
     cell = Cell(tmp_path, agent, [*grants], max_episode_tries=2, episode_timeout_s=timeout_s)
     cell.run()
     lost, *others = [grant.ref for grant in grants]
     assert list(cell.ledger.dropped) == [lost]
-    assert said in cell.ledger.dropped[lost]
+    assert message in cell.ledger.dropped[lost]
     assert {*cell.proxy.finished, *cell.ledger.evaluated} == {*others}
     assert len(cell.events("ticket_dropped")) == 1
 
@@ -326,10 +326,10 @@ def test_an_evaluation_has_its_own_agent_and_is_kept_apart_from_tickets(tmp_path
     (trained,) = cell.proxy.finished.keys() - expected.keys()
     assert cell.proxy.finished.keys() == {trained, *expected}
     assert {ref for request in cell.ledger.requests for ref in request.finished} <= {trained}
-    held_out = [one for one in cell.sessions if one.ref in expected]
-    assert {one.sampling.temperature for one in held_out} == {0.0}
-    assert sorted(one.task_index for one in held_out) == [*range(6)]
-    assert not any(one.disposable for one in cell.sessions)
+    held_out = [session for session in cell.sessions if session.ref in expected]
+    assert {session.sampling.temperature for session in held_out} == {0.0}
+    assert sorted(session.task_index for session in held_out) == [*range(6)]
+    assert not any(session.disposable for session in cell.sessions)
 
 
 def test_a_driver_that_does_not_know_a_set_ends_and_names_it(tmp_path: Path) -> None:
@@ -347,12 +347,12 @@ def test_every_failed_try_is_kept_with_its_cause_and_traceback(
     cell = Cell(tmp_path, Fails(lambda task, _: True, times=2), [*grants], max_episode_tries=3)
     cell.run()
     assert len(cell.proxy.failed) == 2
-    for number, kept in enumerate(cell.proxy.failed):
-        assert re.fullmatch(rf"RuntimeError at {re.escape(__file__)}:\d+", kept.cause)
-        assert f"at {number}" in kept.error.splitlines()[0]
-        assert "Traceback" in kept.error
-    names = {name for one in cell.proxy.finished.values() for name in one}
-    assert names.isdisjoint(one.session_id for one in cell.proxy.failed)
+    for number, failure in enumerate(cell.proxy.failed):
+        assert re.fullmatch(rf"RuntimeError at {re.escape(__file__)}:\d+", failure.cause)
+        assert f"at {number}" in failure.error.splitlines()[0]
+        assert "Traceback" in failure.error
+    names = {name for session_ids in cell.proxy.finished.values() for name in session_ids}
+    assert names.isdisjoint(failure.session_id for failure in cell.proxy.failed)
 
 
 @pytest.mark.parametrize(
@@ -372,17 +372,17 @@ def test_service_restarts_cost_no_ticket(tmp_path: Path, service: str, events: s
     cell.run(meanwhile=restart_twice)
     assert not cell.ledger.dropped
     assert len(cell.proxy.finished) == len(cell.ledger.finished) == 24
-    found = {event["event"] for event in read_readable_records(tmp_path / "events.jsonl")}
-    assert found - {"event_loop_blocked"} == events, "a machine may stop for seconds"
+    names = {event["event"] for event in read_readable_records(tmp_path / "events.jsonl")}
+    assert names - {"event_loop_blocked"} == events, "a machine may stop for seconds"
 
 
 @pytest.mark.parametrize("kind", ["train", "valid"])
 def test_a_time_without_any_replica_costs_no_try_and_no_ticket(tmp_path: Path, kind: str) -> None:
-    """It may last for hours: a trainer that was killed in an update waits in a queue."""
+    """A trainer that was killed in an update may wait in a queue for hours."""
     grants = tickets(2, n_samples=2) if kind == "train" else evaluations(4)
 
     class Outlasts(Steady):
-        """Loses its replicas before its first call."""
+        """Agent that loses its replicas before its first call."""
 
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             if not self.seeds:
@@ -431,9 +431,9 @@ def test_agent_that_blocks_the_loop_is_reported_with_its_line_while_it_does(
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             await ask(extra_kwargs)
             deadline = Deadline(10 * EVENT_LOOP_BLOCKED_S)
-            while not (told := cell.events("event_loop_blocked")) and not deadline.is_over():
+            while not (events := cell.events("event_loop_blocked")) and not deadline.is_over():
                 time.sleep(0.05)
-            told_meanwhile.extend(told)
+            told_meanwhile.extend(events)
             return 1.0
 
     cell = Cell(tmp_path, Blocks(), tickets(1, n_samples=1), n_samples=1)
@@ -467,13 +467,13 @@ def test_an_episode_that_hangs_is_reported_with_the_line_it_waits_at(
         max_episode_tries=1, episode_timeout_s=limit_s,
     )  # fmt: skip
     cell.run()
-    told = cell.events("episode_slow")
-    assert [one["at"] for one in told] == [waits_at] * len(told)
-    ages = [one["seconds"] for one in told]
+    events = cell.events("episode_slow")
+    assert [event["at"] for event in events] == [waits_at] * len(events)
+    ages = [event["seconds"] for event in events]
     assert len(ages) >= 2
-    # Ages are told to a tenth of a second.
+    # Events give ages to a tenth of a second.
     assert all(late >= 1.9 * early - 0.1 for early, late in itertools.pairwise(ages)), ages
-    assert told[0]["limit_s"] == limit_s
+    assert events[0]["limit_s"] == limit_s
     (ended,) = cell.events("episode_timed_out")
     assert ended["at"] == waits_at
 

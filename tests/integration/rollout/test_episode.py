@@ -1,4 +1,4 @@
-"""Episodes before a stand-in proxy, and failed ones that earn something before the real one."""
+"""Episodes run before a stand-in proxy, and failed ones may earn a reward before the real one."""
 
 import asyncio
 import dataclasses
@@ -38,7 +38,7 @@ def finish(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def ask(extra_kwargs: dict[str, Any]) -> str:
-    """One model call without an SDK; the id of the completion."""
+    """Make one model call without an SDK, and return the id of the completion."""
     reply = await extra_kwargs["http_client"].post(
         f"{extra_kwargs['base_url']}/chat/completions",
         json={"model": "default", "messages": TASK["messages"]},
@@ -50,7 +50,7 @@ async def ask(extra_kwargs: dict[str, Any]) -> str:
 
 
 class Ends:
-    """Calls the model `calls` times, then returns, or raises, what it was told to."""
+    """Agent that calls the model `calls` times, then returns or raises its value."""
 
     def __init__(self, how: Any, calls: int = 1) -> None:
         self.how = how
@@ -87,10 +87,10 @@ def spec(timeout_s: float = 60.0) -> EpisodeSpec:
 async def play_all(
     run_dir: Path, agent: Agent, *specs: EpisodeSpec, sandboxes: AgentSandboxes | None = None
 ) -> tuple[list[EpisodeOutcome], StandInProxy]:
-    """Episodes side by side before a stand-in proxy, as a driver runs them."""
+    """Play episodes side by side before a stand-in proxy, as a driver runs them."""
     try:
         async with StandInProxy(run_dir) as proxy, driving(run_dir) as (peer, http_client):
-            episodes = (run_episode(one, agent, peer, http_client, sandboxes) for one in specs)
+            episodes = (run_episode(spec, agent, peer, http_client, sandboxes) for spec in specs)
             return await asyncio.gather(*episodes), proxy
     finally:
         if isinstance(agent, SubprocessAgent):
@@ -131,7 +131,7 @@ def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "message"),
     [
         (Ends(None), "returned None (NoneType), expected a finite float"),
         (Ends(1.0, calls=0), "the agent made no model call, so there is nothing to reward"),
@@ -147,23 +147,23 @@ def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
         (Ends(TimeoutError("slow tool")), "the agent raised TimeoutError: slow tool"),
     ],
 )
-def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, said: str) -> None:
+def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, message: str) -> None:
     outcome, proxy = finish(play(tmp_path, agent))
     assert outcome.status == "failed"
-    assert said in outcome.reason
+    assert message in outcome.reason
     assert len(outcome.reason.encode()) < 2000, "it travels as UTF-8"
     assert all(session.ended for session in proxy.sessions.values())
 
 
 def make_wrapped_error() -> Exception:
-    """As an SDK raises it that cannot open a connection."""
+    """Make the error that an SDK raises when it cannot open a connection."""
     error = ConnectionError("Connection error.")
     error.__cause__ = OSError(errno.EMFILE, "Too many open files")
     return error
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (
             WorkerStartError("no process for the gym", hint="wait"),
@@ -180,12 +180,12 @@ def make_wrapped_error() -> Exception:
     ids=["worker", "sandbox", "descriptor", "disk", "thread"],
 )
 def test_what_the_node_lacks_is_neither_the_agents_fault_nor_rewarded(
-    tmp_path: Path, error: Exception, said: str
+    tmp_path: Path, error: Exception, message: str
 ) -> None:
     rewarded = dataclasses.replace(spec(), failure_reward=0.0)
     (outcome,), proxy = finish(play_all(tmp_path, Ends(error), rewarded))
     assert (outcome.status, outcome.is_node_short, outcome.error) == ("interrupted", True, None)
-    assert outcome.reason.startswith(said)
+    assert outcome.reason.startswith(message)
     (session,) = proxy.sessions.values()
     assert session.ended
     assert not session.rewards
@@ -279,7 +279,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 class Lingers:
-    """Takes too long after its only call."""
+    """Agent that takes too long after its only call."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await ask(extra_kwargs)
@@ -304,10 +304,10 @@ def test_a_failed_episode_is_sealed_among_those_that_are_trained(stage: Stage) -
     ref = TicketRef(3, 0)
     agents: list[Agent] = [Ends(1.0), Ends(ValueError("no luck"), calls=2), Lingers()]
     outcomes = asyncio.run(play_ticket(stage, ref, agents))
-    assert [one.status for one in outcomes] == ["ok", "failed", "timed_out"]
-    assert [one.has_failure_reward for one in outcomes] == [False, True, True]
-    assert [one.reward for one in outcomes] == [1.0, -0.5, -0.5]
-    stage.finish_ticket(ref, *(one.session_id for one in outcomes))
+    assert [outcome.status for outcome in outcomes] == ["ok", "failed", "timed_out"]
+    assert [outcome.has_failure_reward for outcome in outcomes] == [False, True, True]
+    assert [outcome.reward for outcome in outcomes] == [1.0, -0.5, -0.5]
+    stage.finish_ticket(ref, *(outcome.session_id for outcome in outcomes))
     assert stage.seal() == 1
     rows = stage.sealed_rows(ref)
     assert {row.kind for row in rows} == {RowKind.TRAIN}

@@ -1,4 +1,4 @@
-"""Which episodes make a ticket's group, and which groups are trained."""
+"""Recipes decide which episodes make a ticket's group, and which groups are trained."""
 
 import asyncio
 import re
@@ -16,7 +16,7 @@ HERE = "tests.integration.rollout.test_groups"
 
 
 def rewards_differ_and_task_is_even(group: dict[str, Any]) -> bool:
-    """As AReaL's filters are written."""
+    """Filter in the form of AReaL's."""
     return bool(0 < group["rewards"].mean() < 1 and group["task"]["task"] % 2 == 0)
 
 
@@ -33,7 +33,7 @@ def broken(group: dict[str, Any]) -> bool:
 
 
 class Numbered:
-    """The reward of a task's n-th episode; tasks of four episodes have 0, 1, 0, 1 if uneven."""
+    """Reward of a task's n-th episode; tasks of four episodes have 0, 1, 0, 1 if uneven."""
 
     def __init__(self, same_for: set[int]) -> None:
         self.same_for = same_for
@@ -68,7 +68,7 @@ def test_groups_are_filtered_as_the_recipe_says(
     cell.run()
     reasons = {ref.ticket_id: reason for ref, reason in cell.ledger.filtered.items()}
     assert reasons.keys() == filtered.keys()
-    assert all(re.fullmatch(said, reasons[number]) for number, said in filtered.items()), reasons
+    assert all(re.fullmatch(text, reasons[number]) for number, text in filtered.items()), reasons
     assert {ref.ticket_id for ref in cell.proxy.discarded} == filtered.keys()
     assert {ref.ticket_id for ref in cell.ledger.finished} == {*range(4)} - filtered.keys()
     assert cell.ledger.dropped == {}
@@ -76,16 +76,16 @@ def test_groups_are_filtered_as_the_recipe_says(
 
 
 @pytest.mark.parametrize(
-    ("function", "said"), [("neither", "expected a bool"), ("broken", "KeyError: 'advantages'")]
+    ("function", "message"), [("neither", "expected a bool"), ("broken", "KeyError: 'advantages'")]
 )
-def test_a_failing_filter_drops_tickets(tmp_path: Path, function: str, said: str) -> None:
+def test_a_failing_filter_drops_tickets(tmp_path: Path, function: str, message: str) -> None:
     cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:{function}")
     cell.run()
-    assert said in cell.ledger.dropped[TicketRef(0, 0)]
+    assert message in cell.ledger.dropped[TicketRef(0, 0)]
 
 
 class Staggered:
-    """The first episodes end at once, the others would take for ever."""
+    """Agent whose first episodes end at once, and whose others never end."""
 
     def __init__(self, quick: int) -> None:
         self.left = quick
@@ -121,7 +121,7 @@ def test_a_partial_group_is_trained_if_the_recipe_allows(tmp_path: Path) -> None
     cell = Cell(tmp_path, fails_at(1), tickets(1), min_samples=3, max_episode_tries=1)
     cell.run()
     (sessions,) = cell.proxy.finished.values()
-    assert [cell.proxy.sessions[one].started.episode for one in sessions] == [0, 2, 3]
+    assert [cell.proxy.sessions[session_id].started.episode for session_id in sessions] == [0, 2, 3]
     (missing,) = cell.events("group_incomplete")
     assert missing["count"] == 1
     assert "no luck with task 0 at 1" in missing["reason"]
@@ -137,9 +137,9 @@ def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[
 
 
 def sealed(cell: Cell) -> dict[int, list[float]]:
-    """Episodes of the first ticket's group, with the rewards that the proxy was told of each."""
-    sessions = [cell.proxy.sessions[one] for one in cell.proxy.finished[TicketRef(0, 0)]]
-    return {one.started.episode: list(one.rewards.values()) for one in sessions}
+    """Return the proxy's rewards of each episode of the first ticket's group."""
+    sessions = [cell.proxy.sessions[name] for name in cell.proxy.finished[TicketRef(0, 0)]]
+    return {session.started.episode: list(session.rewards.values()) for session in sessions}
 
 
 def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
@@ -150,7 +150,7 @@ def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
     assert sealed(cell) == {0: [1.0], 1: [-0.5], 2: [-0.5], 3: [1.0]}
     assert len(cell.sessions) == 4, "none is repeated"
     failures = cell.events("episode_failed")
-    assert [(one["episode"], one["reward"], one["then"]) for one in failures] == [
+    assert [(failure["episode"], failure["reward"], failure["then"]) for failure in failures] == [
         (1, -0.5, "it earns -0.5"),
         (2, -0.5, "it earns -0.5"),
     ]
@@ -158,7 +158,7 @@ def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
 
 
 class NeedsLuck:
-    """Fails before any call of the model, `times` in all."""
+    """Agent that fails before any call of the model, `times` in all."""
 
     def __init__(self, times: int) -> None:
         self.left = times
@@ -186,7 +186,7 @@ def test_a_failed_episode_is_left_out_without_another_try(
 ) -> None:
     cell = Cell(tmp_path, fails_at(1), tickets(1), failed_episodes="drop", min_samples=least)
     cell.run()
-    assert [one["then"] for one in cell.events("episode_failed")] == ["it is left out"]
+    assert [failure["then"] for failure in cell.events("episode_failed")] == ["it is left out"]
     if kept is None:
         assert "failed once; last error" in cell.ledger.dropped[TicketRef(0, 0)]
     else:

@@ -1,4 +1,4 @@
-"""Harbor's tasks played in sandboxes: tests enter after the agent, and are hard to cheat."""
+"""Harbor's tasks are played in sandboxes; tests enter after the agent, and are hard to cheat."""
 
 import asyncio
 import dataclasses
@@ -52,15 +52,15 @@ async def time_out(*_: Any) -> None:
 
 
 async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = False) -> Reward:
-    """The reward of an agent that runs these commands; `is_loaded`: tests are not put in time."""
+    """Return the reward of an agent with these commands; `is_loaded`: unpacking tests times out."""
     task = find_harbor_task(row)
     assert task is not None
     sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
     try:
         await task.prepare(sandbox)
         for command in commands:
-            told = await sandbox.exec(command)
-            assert told.exit_code == 0, told.text
+            result = await sandbox.exec(command)
+            assert result.exit_code == 0, result.text
         with pytest.MonkeyPatch.context() as patched:
             if is_loaded:
                 patched.setattr(sandbox, "unpack", time_out)
@@ -73,11 +73,11 @@ async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = Fal
 def test_solutions_are_right_and_nothing_is_wrong(name: str, tasks: Path) -> None:
     async def check() -> list[tuple[float, float]]:
         rows = read_task_folders(tasks, "x")[:3]
-        told = [
-            one async for one in check_tasks_in_order(rows, make_runtime(name), SandboxSpec(), 2)
+        checks = [
+            task async for task in check_tasks_in_order(rows, make_runtime(name), SandboxSpec(), 2)
         ]
-        assert all(one.has_discriminating_tests for one in told)
-        return [(one.oracle.value, one.no_action_reward.value) for one in told if one.oracle]
+        assert all(task.has_discriminating_tests for task in checks)
+        return [(task.oracle.value, task.no_action_reward.value) for task in checks if task.oracle]
 
     assert finish(check()) == [(1.0, 0.0)] * 3
 
@@ -87,10 +87,10 @@ def test_an_episode_has_the_task_s_files_and_is_judged_by_its_tests(
     mode: str, tasks: Path, tmp_path: Path
 ) -> None:
     how = AgentExecutionConfig.model_validate({"mode": mode, "isolation": "bwrap"})
-    one = dataclasses.replace(make_spec(), data=find_row(tasks))
+    spec = dataclasses.replace(make_spec(), data=find_row(tasks))
 
     async def run(kwargs: dict[str, Any]) -> EpisodeOutcome:
-        (outcome,) = await play_in_sandboxes(tmp_path, how, [one], kwargs, PATH)
+        (outcome,) = await play_in_sandboxes(tmp_path, how, [spec], kwargs, PATH)
         return outcome
 
     solved = finish(run({}))
@@ -98,7 +98,7 @@ def test_an_episode_has_the_task_s_files_and_is_judged_by_its_tests(
 
 
 class WithSandbox:
-    """An agent in an episode's sandbox, without a driver."""
+    """Agent in an episode's sandbox, without a driver."""
 
     def __init__(self, agent: HarborAgent) -> None:
         self._agent = agent
@@ -138,9 +138,9 @@ def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> No
 
 def test_a_runtime_without_roots_does_not_play_them(tasks: Path, tmp_path: Path) -> None:
     how = AgentExecutionConfig.model_validate({"isolation": "none"})
-    one = dataclasses.replace(make_spec(), data=find_row(tasks))
+    spec = dataclasses.replace(make_spec(), data=find_row(tasks))
     with pytest.raises(RecipeError, match="need a sandbox"):
-        finish(play_in_sandboxes(tmp_path, how, [one], {}, PATH))
+        finish(play_in_sandboxes(tmp_path, how, [spec], {}, PATH))
 
 
 KEEP_WRITING = "while :; do echo 1.0 > /logs/verifier/reward.txt; done"
@@ -192,7 +192,7 @@ def test_a_forged_verdict_is_worth_nothing(forgery: str, tasks: Path) -> None:
 
 
 def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
-    """The answer sees the processes above it: none has a memory that it may open."""
+    """The answer sees the processes above it, and may open the memory of none of them."""
     looks = (
         "import os, pathlib\n"
         f"def {MODULE}(n):\n"
@@ -225,7 +225,7 @@ def test_tests_without_a_verdict_say_so(
     row = find_row(tasks)
     folder = tmp_path / "task"
     subprocess.run(["cp", "-r", row["harbor"]["folder"], folder], check=True)
-    for script, said in (
+    for script, message in (
         (
             "echo nothing to judge",
             "wrote no /logs/verifier/reward.txt or reward.json; they printed: nothing to judge",
@@ -242,7 +242,7 @@ def test_tests_without_a_verdict_say_so(
         row["harbor"] |= {"folder": str(folder), "test_timeout_s": timeout_s}
         reward = finish(judge_after(row))
         assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
-        assert said in reward.note
+        assert message in reward.note
     with pytest.raises(NodeResourceShortageError, match="could not be put into its sandbox"):
         finish(judge_after(row, is_loaded=True))
     shutil.rmtree(folder / "tests")

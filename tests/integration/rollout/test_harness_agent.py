@@ -1,4 +1,4 @@
-"""Programs as agents: in a folder of their own, judged by what they left, and gone afterwards."""
+"""Programs act as agents in a folder of their own, are judged by its contents, and end."""
 
 import asyncio
 import dataclasses
@@ -50,10 +50,10 @@ def make_task(folder: Path, how: str) -> dict[str, Any]:
 
 
 def is_left_behind(seconds: str) -> bool:
-    told = f"sleep\0{seconds}\0".encode()
-    for one in Path("/proc").glob("[0-9]*/cmdline"):
+    command = f"sleep\0{seconds}\0".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if one.read_bytes() == told:
+            if path.read_bytes() == command:
                 return True
         except OSError:  # it has ended
             continue
@@ -88,14 +88,14 @@ def make_spec(task: dict[str, Any]) -> EpisodeSpec:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"messages": []}, "expected a text"),
     ],
 )
 def test_a_task_that_is_none_fails_in_words(
-    change: dict[str, Any], said: str, tmp_path: Path
+    change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     task = make_task(tmp_path / "task", "exit") | change
     kwargs = {"command": ["true"], "reward": REWARD}
@@ -104,23 +104,23 @@ def test_a_task_that_is_none_fails_in_words(
         play_in_sandboxes(tmp_path / "run", AgentExecutionConfig(), [make_spec(task)], kwargs, PATH)
     )
     assert outcome.status == "failed"
-    assert said in outcome.reason
+    assert message in outcome.reason
 
 
 @pytest.mark.parametrize(
-    ("harness", "said"),
+    ("harness", "message"),
     [
         ("opencoed", "there is no harness 'opencoed'; did you mean 'opencode'?"),
         ("opencode", "the harness opencode is not installed"),
     ],
 )
 def test_a_harness_that_is_not_there_is_refused_with_a_way_out(
-    harness: str, said: str, tmp_path: Path
+    harness: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         HarnessAgent(harness=harness, reward=REWARD, harnesses_dir=str(tmp_path))
     (problem,) = caught.value.problems
-    assert said in problem.message
+    assert message in problem.message
     assert problem.key == "rollout.workflow_kwargs.harness"
 
 
@@ -157,7 +157,7 @@ def test_a_program_whose_interpreter_is_not_shown_is_refused_with_its_name() -> 
 
 
 def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> None:
-    made = (
+    commands = (
         "echo 4 > answer.txt; ln -s answer.txt within; ln -s /usr/bin/env absolute; mkfifo pipe; "
         "mkdir below; ln -s ../.. below/above; ln -s ../answer.txt below/answer"
     )
@@ -168,15 +168,15 @@ def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> Non
             folder = HarnessFolder(sandbox)
             await folder.fill(None)
             assert (
-                await folder.run_with_output_to_log(["/bin/sh", "-c", made], {}, 30.0)
+                await folder.run_with_output_to_log(["/bin/sh", "-c", commands], {}, 30.0)
             ).exit_code == 0
             await folder.copy_to(tmp_path)
         finally:
             await sandbox.stop()
 
     asyncio.run(scene())
-    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*"))
-    assert found == ["answer.txt", "below", "below/answer", "within"]
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert names == ["answer.txt", "below", "below/answer", "within"]
     assert (tmp_path / "below/answer").read_text() == "4\n"
 
 
@@ -195,7 +195,7 @@ def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_it
         "tar -cf ../before.tar answer.txt; echo '*' > ../../.config/git/ignore; "
         "printf '[diff]\\nexternal = true\\n' > ../../.gitconfig"
     )
-    found: list[str] = []
+    diffs: list[str] = []
 
     async def scene() -> None:
         sandbox = await make_runtime("bwrap").start(SandboxSpec())
@@ -204,22 +204,22 @@ def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_it
             await folder.fill(task)
             assert await folder.compute_diff_against_source() == ""
             await folder.run_with_output_to_log(["/bin/sh", "-c", forged], {}, 30.0)
-            found.append(await folder.compute_diff_against_source())
+            diffs.append(await folder.compute_diff_against_source())
         finally:
             await sandbox.stop()
 
     asyncio.run(scene())
-    lines = found[0].splitlines()
-    assert [one for one in lines if one.startswith("diff ")] == [
+    lines = diffs[0].splitlines()
+    assert [line for line in lines if line.startswith("diff ")] == [
         "diff --git a/answer.txt b/answer.txt",
         "diff --git a/new/one b/new/one",
     ]
-    assert [one for one in lines if re.match(r"[+-]\S$|[+-]\?", one)] == ["-?", "+4", "+5"]
+    assert [line for line in lines if re.match(r"[+-]\S$|[+-]\?", line)] == ["-?", "+4", "+5"]
 
 
 def judge_what_it_was_told(*, folder: Path, **others: Any) -> float:
-    told = (folder / "told").read_text()
-    arguments, work, home, settings = told.split("\n", 3)
+    text = (folder / "told").read_text()
+    arguments, work, home, settings = text.split("\n", 3)
     (provider,) = json.loads(settings)["providers"].values()
     assert arguments.endswith("--provider session --model default -p 2 + 2")
     assert (work.endswith("/harness/work"), home.endswith("/harness/home")) == (True, True)
@@ -241,7 +241,7 @@ def test_a_harness_is_pointed_at_its_session_by_files_in_a_home_of_its_own(
             path.parent.mkdir(parents=True)
             path.write_text(WRITES_WHAT_IT_IS_TOLD)
             path.chmod(0o755)
-        (Path(programs) / "pi" / ".installed").touch()  # which an installation writes last
+        (Path(programs) / "pi" / ".installed").touch()  # an installation writes this last
         section = {}
         if isolation == "bwrap":
             section = {

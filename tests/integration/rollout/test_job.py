@@ -1,4 +1,4 @@
-"""The driver's process, programs that come by themselves, workflows with own clients."""
+"""The driver's process plays agents, visiting programs, and workflows with clients of their own."""
 
 import asyncio
 import json
@@ -119,7 +119,7 @@ def test_a_driver_ends_without_a_ledger(paths: RunPaths, monkeypatch: pytest.Mon
     job, recipe = config(paths, ARITHMETIC), yaml.safe_load(paths.recipe.read_text())
     recipe["cluster"]["idle_timeout_s"] = 1.0
     paths.recipe.write_text(yaml.safe_dump(recipe))
-    with started_driver(paths, job) as waiting:  # there is nobody to start it again
+    with started_driver(paths, job) as waiting:  # no supervisor starts it again
         monkeypatch.setenv("AREAL_HPC_JOB_START", "1")
         with started_driver(paths, job, "under-slurm") as gone:
             assert gone.wait(scaled(60)) == IDLE_EXIT_CODE
@@ -134,7 +134,7 @@ def test_agent_that_cannot_be_loaded_ends_the_job_for_good(paths: RunPaths) -> N
 
 
 def visit(stage: Stage, driver: ForkedProcess, number: int) -> tuple[dict[str, Any], str]:
-    """A program of its own: session, task, conversation, reward. Number 0 leaves without one."""
+    """Visit as an outside program: session, task, conversation, reward. Number 0 gives none."""
     while (answer := stage.post("/rl/start_session", {"task_id": "program"})).status_code == 429:
         assert driver.poll() is None, "the ticket was finished before this program had a task"
         time.sleep(0.05)
@@ -162,7 +162,7 @@ def test_what_programs_do_becomes_the_tickets_episodes(paths: RunPaths) -> None:
             with ThreadPoolExecutor(GROUP) as programs:
                 visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
             assert driver.wait(scaled(60)) == 0
-        assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
+        assert [visited for visited, _ in visits] == [task] * (GROUP + 1)
         assert ledger.finished == {ref}
         judged = [session_id for _, session_id in visits[1:]]
         finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, judged))
@@ -186,7 +186,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def play(
     stage: Stage, agent: Any, ticket_id: int, *, is_bound_to_top_p: bool = False
 ) -> EpisodeOutcome:
-    export = ExportSettings("individual", is_credited=True)  # as a driver asks for workflows
+    export = ExportSettings("individual", is_credited=True)  # as drivers do for workflows
     session = StartSessionRequest(
         "train", TicketRef(ticket_id, 0), seed=1, export=export, records_calls=True
     )
@@ -246,7 +246,7 @@ def test_rows_are_what_the_clients_exported(
 
 
 class Mistaken(RolloutWorkflow):
-    """Returns something that no client exported."""
+    """Workflow that returns something that no client exported."""
 
     def __init__(self, returned: Any) -> None:
         self.returned = returned

@@ -1,4 +1,4 @@
-"""Agents in processes and in sandboxes: what hangs or dies costs its episode, and none is left."""
+"""An agent that hangs or dies in a process or sandbox costs its episode, and none is left."""
 
 import asyncio
 import dataclasses
@@ -84,7 +84,7 @@ def make_other_python(folder: Path) -> str:
 
 @pytest.fixture(params=["own", "other"])
 def python(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The interpreter of an agent, which finds it; empty: the driver's."""
+    """Return an agent's interpreter, which finds the agent; empty: the driver's."""
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "their_agent.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path / "user")
@@ -94,7 +94,7 @@ def python(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def play(
     run_dir: Path, python: str, *tasks: dict[str, Any], **how: Any
 ) -> tuple[list[EpisodeOutcome], StandInProxy]:
-    """An episode for each task, one after the other in one process."""
+    """Play an episode for each task, one after the other in one process."""
     config = AgentExecutionConfig.model_validate(
         {"mode": "subproc", "python": python, "subproc_max_workers": 1, **how}
     )
@@ -118,8 +118,8 @@ def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(
     python: str, tmp_path: Path
 ) -> None:
     outcomes, proxy = play(tmp_path, python, {}, {}, {"then": "verdict"})
-    assert [one.status for one in outcomes] == ["ok"] * 3, outcomes[0].reason
-    assert [one.reward for one in outcomes] == [2.0, 4.0, 0.5]
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 3, outcomes[0].reason
+    assert [outcome.reward for outcome in outcomes] == [2.0, 4.0, 0.5]
     assert outcomes[2].answer == "42"
     *_, session = proxy.sessions.values()
     expected = Reward(0.5, {"half": 0.5}, {"calls": 1}, "a note", "42")
@@ -130,10 +130,10 @@ def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(
 def test_what_hangs_dies_or_raises_costs_its_own_episode_only(python: str, tmp_path: Path) -> None:
     thens = ("raise", "object", "leave", "exit", "hang", "run short", "")
     outcomes, _ = play(tmp_path, python, *({"then": then} for then in thens))
-    statuses = [one.status for one in outcomes]
+    statuses = [outcome.status for outcome in outcomes]
     assert statuses == ["failed"] * 4 + ["timed_out", "interrupted", "ok"]
-    said = ("ValueError: no idea", "cannot be sent back", "exited with code 7", "SystemExit: 2")
-    for outcome, text in zip(outcomes, said, strict=False):
+    messages = ("ValueError: no idea", "cannot be sent back", "exited with code 7", "SystemExit: 2")
+    for outcome, text in zip(outcomes, messages, strict=False):
         assert text in outcome.reason
     assert "their_agent.py" in outcomes[0].reason
     assert "Too many open files" in outcomes[5].reason
@@ -149,17 +149,17 @@ def test_its_environment_leads_sdks_to_the_session_and_has_what_is_named_besides
     note = tmp_path / "note"
     task = {"then": "describe", "note": str(note)}
     _, proxy = play(tmp_path, python, task, variables=["SEARCH_*"])
-    told = json.loads(note.read_text())
-    assert ("areal_hpc" in told["modules"]) is not bool(python)
-    began = {line.split("=", 1)[0] for line in told["began"].split("\0")}
+    report = json.loads(note.read_text())
+    assert ("areal_hpc" in report["modules"]) is not bool(python)
+    began = {line.split("=", 1)[0] for line in report["began"].split("\0")}
     assert {"SEARCH_KEY", "PATH"} <= began
     assert not {"HF_TOKEN", "PYTEST_VERSION"} & began
     (key,) = proxy.sessions
-    url = told["now"]["ANTHROPIC_BASE_URL"]
+    url = report["now"]["ANTHROPIC_BASE_URL"]
     assert url.startswith("http://")
     assert not url.endswith("/v1")
-    assert told["now"]["OPENAI_BASE_URL"] == f"{url}/v1"
-    assert told["now"]["OPENAI_API_KEY"] == told["now"]["ANTHROPIC_API_KEY"] == key
+    assert report["now"]["OPENAI_BASE_URL"] == f"{url}/v1"
+    assert report["now"]["OPENAI_API_KEY"] == report["now"]["ANTHROPIC_API_KEY"] == key
 
 
 def test_what_an_episode_started_ends_with_it(python: str, tmp_path: Path) -> None:
@@ -178,11 +178,11 @@ def is_running(pid: int) -> bool:
 
 def test_a_program_that_an_agent_starts_can_give_no_answer(python: str, tmp_path: Path) -> None:
     outcomes, _ = play(tmp_path, python, {"then": "forge"}, {})
-    assert [one.reward for one in outcomes] == [2.0, 4.0], outcomes[0].reason
+    assert [outcome.reward for outcome in outcomes] == [2.0, 4.0], outcomes[0].reason
 
 
 def test_what_cannot_be_built_is_known_before_any_episode(python: str) -> None:
-    for path, workflow, said in (
+    for path, workflow, message in (
         (python, "their_agent.Agnt", "Agnt"),
         (python, "no_such.Agent", "no_such"),
         (python, "their_agent.Verdict", "run"),
@@ -190,7 +190,7 @@ def test_what_cannot_be_built_is_known_before_any_episode(python: str) -> None:
     ):
         how = AgentExecutionConfig(mode="subproc", python=path)
         agent = SubprocessAgent(workflow, {}, 1, how)
-        with pytest.raises(RecipeError, match=said):
+        with pytest.raises(RecipeError, match=message):
             asyncio.run(agent.check_agent_builds())
         agent.close()
 
@@ -215,7 +215,7 @@ def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "message"),
     [
         ("returns an object with code", "cannot be sent back from a worker process"),
         ("answers half a message", "took longer than"),
@@ -225,16 +225,16 @@ def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_
     ],
 )
 def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
-    does: str, said: str, tmp_path: Path
+    does: str, message: str, tmp_path: Path
 ) -> None:
     note = tmp_path / "note"
     agent = SubprocessAgent("tests.integration.rollout.process_agents.Hostile", {}, 2)
 
     async def play_and_tick() -> tuple[EpisodeOutcome, int]:
         data = {**TASK, "does": does, "note": str(note)}
-        timeout_s = scaled(3.0) if said.startswith("took") else 60.0
-        one = dataclasses.replace(spec(timeout_s), data=data)
-        playing, ticks = asyncio.ensure_future(play_all(tmp_path, agent, one)), 0
+        timeout_s = scaled(3.0) if message.startswith("took") else 60.0
+        episode = dataclasses.replace(spec(timeout_s), data=data)
+        playing, ticks = asyncio.ensure_future(play_all(tmp_path, agent, episode)), 0
         while not playing.done():
             await asyncio.sleep(0.05)
             ticks += 1
@@ -243,7 +243,7 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
 
     outcome, ticks = finish(play_and_tick())
     assert outcome.status in ("failed", "timed_out")
-    assert said in outcome.reason
+    assert message in outcome.reason
     assert ticks > 10 or outcome.status != "timed_out", "the event loop went on"
     if "daemon" in does:
         wait_for(lambda: not is_running(int(note.read_text())))
@@ -266,7 +266,7 @@ async def play_in_sandboxes(
     kwargs: dict[str, Any],
     path: str = PATH,
 ) -> list[EpisodeOutcome]:
-    """Episodes side by side, as a driver runs them."""
+    """Play episodes side by side, as a driver runs them."""
     agent = build_agent(how, path, kwargs)
     assert agent is not None
     sandboxes = make_agent_sandboxes(how) if how.mode == "inline" else None
@@ -286,7 +286,7 @@ def test_each_episode_has_a_sandbox_from_which_it_reaches_the_model(
     how = AgentExecutionConfig.model_validate({"mode": mode, **WITH_SESSION})
     specs = [make_spec() for _ in range(3)]
     outcomes = finish(play_in_sandboxes(tmp_path, how, specs, {"note": str(note)}))
-    assert [(one.status, one.reward) for one in outcomes] == [("ok", 1.0)] * 3, outcomes[0].reason
+    assert [(end.status, end.reward) for end in outcomes] == [("ok", 1.0)] * 3, outcomes[0].reason
     used = read_sandboxes(note)
     assert len({pid for pids in used for pid in pids}) == sum(map(len, used))
     wait_for(lambda: not [pid for pids in used for pid in pids if is_running(pid)])
@@ -319,9 +319,9 @@ def test_a_sandbox_that_an_agents_process_cannot_start_now_is_the_nodes(tmp_path
 
 def test_a_task_that_has_something_in_the_sandbox_s_place_is_refused(tmp_path: Path) -> None:
     how = AgentExecutionConfig.model_validate(WITH_SESSION)
-    taken = dataclasses.replace(make_spec(), data={**TASK, "sandbox": "mine"})
+    spec = dataclasses.replace(make_spec(), data={**TASK, "sandbox": "mine"})
     with pytest.raises(RecipeError, match="rename the column"):
-        finish(play_in_sandboxes(tmp_path, how, [taken], {"note": str(tmp_path / "note")}))
+        finish(play_in_sandboxes(tmp_path, how, [spec], {"note": str(tmp_path / "note")}))
 
 
 def test_a_root_file_system_that_is_not_there_is_refused() -> None:
