@@ -1,6 +1,6 @@
-"""`python camel_client.py ENGINE MODEL_DIR REPORT`: a CAMEL agent on a client that records.
+"""Record a CAMEL agent: `python camel_client.py ENGINE MODEL_DIR REPORT`.
 
-What AReaL's guide does: the agent's model is `AReaLOpenAICompatibleModel` on an `ArealOpenAI`.
+As in AReaL's guide, its model is `AReaLOpenAICompatibleModel` on an `ArealOpenAI`.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ async def record(engine: str, model_dir: str) -> dict[str, object]:
             model_config_dict={"max_tokens": 20, "extra_body": {"regex": "[a-z ]{8}"}},
         ),
     )
-    heard = [(await agent.astep(text)).msg.content for text in ("What is 1 + 2?", "Sure?")]
+    replies = [(await agent.astep(text)).msg.content for text in ("What is 1 + 2?", "Sure?")]
     client.set_final_reward(1.0)
     client.apply_reward_discount(turn_discount=0.5)
     rows = client.export_interactions(style="individual").values()
     await client.close()
     return {
-        "heard": heard,
+        "heard": replies,
         "rows": [
             {
                 "reward": row.reward,
@@ -46,5 +46,5 @@ async def record(engine: str, model_dir: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    said = asyncio.run(record(sys.argv[1], sys.argv[2]))
-    Path(sys.argv[3]).write_text(json.dumps(said))
+    report = asyncio.run(record(sys.argv[1], sys.argv[2]))
+    Path(sys.argv[3]).write_text(json.dumps(report))

@@ -1,4 +1,4 @@
-"""One real SGLang and one proxy for this folder, whose tests run on one worker."""
+"""Shared SGLang and proxy of this folder, whose tests run on one worker."""
 
 from collections.abc import Iterator
 from contextlib import closing

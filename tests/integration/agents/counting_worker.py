@@ -1,4 +1,4 @@
-"""Worker of a gym without a package: counts, sleeps, fails or leaves, as it is told."""
+"""Worker of a gym without a package: counts, sleeps, fails or leaves on command."""
 
 import asyncio
 import errno
@@ -28,8 +28,8 @@ class Counting(Gym):
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         print("packages print what they like")
         self._episodes += 1
-        seen = sorted(set(os.environ) & {"SECRET", "COLOR"})
-        return {"text": f"episode {self._episodes} of {os.getpid()}, {seen}, {task}"}
+        variables = sorted(set(os.environ) & {"SECRET", "COLOR"})
+        return {"text": f"episode {self._episodes} of {os.getpid()}, {variables}, {task}"}
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         match reply["text"]:
@@ -46,7 +46,7 @@ class Counting(Gym):
                 return {"text": f"left {ended.returncode}", "reward": 1.0, "done": False}
             case text if "found" in text:
                 names: dict[str, Any] = {}
-                exec(text, names)  # as a gym might that runs what a model wrote
+                exec(text, names)  # a gym that runs a model's code might do so
                 return {"text": "", "found": names["found"], "reward": 1.0, "done": False}
             case "nan":
                 return {"text": "", "reward": float("nan"), "done": True}

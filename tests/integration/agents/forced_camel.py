@@ -1,4 +1,4 @@
-"""The example, made to call its tool first: a random model would not."""
+"""Example agent, forced to call its tool first, as a random model would not."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from examples.frameworks.camel_agent import ToolAgent, add
 
 
 class ForcedAgent(ToolAgent):
-    """Its model must call the tool at the first step; it answers at the second."""
+    """Agent whose model must call the tool at the first step and answers at the second."""
 
     async def ask(self, model: Any, question: str) -> str:
         model.model_config_dict.update(tool_choice="required", parallel_tool_calls=False)

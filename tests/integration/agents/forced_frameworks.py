@@ -1,4 +1,4 @@
-"""Agents of the frameworks' environment, made to call first: a random model would not."""
+"""Agents of the frameworks' environment, forced to call a tool, as a random model would not."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,7 +13,7 @@ from examples.frameworks.langchain_agent import ToolAgent
 
 
 class CallFirst(AgentMiddleware):  # type: ignore[misc]
-    """Requires a call until there is a result; `strict` lets the grammar hold its arguments."""
+    """Middleware that requires a call until a result; `strict` binds the arguments by grammar."""
 
     async def awrap_model_call(
         self, request: ModelRequest, handler: Callable[[ModelRequest], Awaitable[ModelResponse]]
@@ -27,21 +27,21 @@ class CallFirst(AgentMiddleware):  # type: ignore[misc]
 
 
 class ForcedAgent(ToolAgent):
-    """The example: its model must call the tool before it answers."""
+    """Example agent whose model must call the tool before it answers."""
 
     def __init__(self) -> None:
         super().__init__([CallFirst()])
 
 
 class ForcedCalculator(LangGraphMathAgent):
-    """The ready agent: its model must call the calculator before it answers."""
+    """Ready agent whose model must call the calculator before it answers."""
 
     def __init__(self) -> None:
         super().__init__([CallFirst()])
 
 
 def build_team() -> Agent:
-    """The ready team, whose coordinator must hand over."""
+    """Build the ready team, whose coordinator must hand over."""
     coordinator = build_math_agent()
     coordinator.model_settings = ModelSettings(tool_choice="required", parallel_tool_calls=False)
     return coordinator

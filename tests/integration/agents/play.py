@@ -1,4 +1,4 @@
-"""Runs episodes as a driver does, in the environment of the agents' framework.
+"""Play episodes as a driver does, in the environment of the agents' framework.
 
 `python play.py REPORT` reads an `Order` a line from its standard input and writes a list of
 `Played` for each to a file, REPORT.0 for the first (frameworks print things). What an agent's `ask`
@@ -28,7 +28,7 @@ OrderT = TypeVar("OrderT")
 
 
 class Episode(msgspec.Struct):
-    """One agent and its task."""
+    """Agent and its task."""
 
     workflow: str
     data: dict[str, Any]
@@ -55,13 +55,13 @@ class Played(msgspec.Struct):
     session_id: str
     reward: float
     heard: list[str]
-    """What the agent took for the model's last words."""
+    """Texts that the agent took for the model's last words."""
 
 
 async def play(
     place: Place, agent: Agent, session: StartSessionRequest, data: Any
 ) -> EpisodeOutcome:
-    """One episode, as a driver runs it; closes the agent."""
+    """Play one episode as a driver does, and close the agent."""
     paths = RunPaths(Path(place.run_dir))
     peer = AsyncServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.service_key)
     http_client = make_http_client(TIMEOUT_S)
@@ -75,11 +75,11 @@ async def play(
 
 
 async def play_all(order: Order) -> list[Played]:
-    return await asyncio.gather(*(_play_one(order, one) for one in order.episodes))
+    return await asyncio.gather(*(_play_one(order, episode) for episode in order.episodes))
 
 
 async def _play_one(place: Place, episode: Episode) -> Played:
-    heard: list[str] = []
+    replies: list[str] = []
     session = StartSessionRequest(
         episode.workflow,
         TicketRef(episode.ticket_id, 0),
@@ -92,17 +92,17 @@ async def _play_one(place: Place, episode: Episode) -> Played:
         agent = SubprocessAgent(episode.workflow, episode.kwargs, 1)
     else:
         agent = load_agent(episode.workflow, episode.kwargs)
-        _listen(agent, heard)
+        _listen(agent, replies)
     outcome = await play(place, agent, session, episode.data)
-    return Played(outcome.status, outcome.reason, outcome.session_id, outcome.reward, heard)
+    return Played(outcome.status, outcome.reason, outcome.session_id, outcome.reward, replies)
 
 
-def _listen(agent: Any, heard: list[str]) -> None:
+def _listen(agent: Any, replies: list[str]) -> None:
     ask = agent.ask
 
     async def asked(*args: Any) -> str:
         text: str = await ask(*args)
-        heard.append(text)
+        replies.append(text)
         return text
 
     agent.ask = asked

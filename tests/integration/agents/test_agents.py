@@ -1,4 +1,4 @@
-"""Agents before the real model: the examples, those ready to use, and the frameworks' own."""
+"""Agents before the real model work: the examples, the ready ones, and the frameworks' own."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SUM = [{"role": "user", "content": "What is 1 + 2?"}]
 
 
 def saying(pattern: str) -> dict[str, Any]:
-    """Arguments of an agent whose model can say nothing else."""
+    """Return arguments of an agent whose model can generate this pattern alone."""
     return {"extra_body": {"regex": pattern}}
 
 
@@ -60,7 +60,7 @@ def test_the_examples_are_played_and_rewarded(theatre: Theatre) -> None:
 
 
 def calling(name: str, arguments: str) -> dict[str, Any]:
-    """A first request in whose reply the model can but call a tool, with these arguments."""
+    """Return arguments of an agent whose model must call a tool with these arguments."""
     call = f'{{"name": "{name}", "arguments": {arguments}}}'
     literally = re.sub(r"[{}+]", r"\\\g<0>", call)
     return saying(f"<tool_call>\n{literally}\n</tool_call>")
@@ -69,7 +69,7 @@ def calling(name: str, arguments: str) -> dict[str, Any]:
 def test_the_examples_with_tools_are_told_what_their_tools_found(theatre: Theatre) -> None:
     passages = [{"title": "Kiel", "text": "A port."}]
     search = partial(example, "search.agent.SearchAgent")
-    computed, found, own = theatre.play(
+    computed, searched, own = theatre.play(
         "main",
         example(
             "tools.calculator.CalculatorAgent",
@@ -88,27 +88,27 @@ def test_the_examples_with_tools_are_told_what_their_tools_found(theatre: Theatr
             **saying("Ulm"),
         ),
     )
-    told = [assert_called_once(scene) for scene in (computed, found, own)]
-    assert told[0] == "3"
-    assert "radix cache keeps the keys" in told[1]
-    assert json.loads(told[2]) == passages
-    assert [scene.rewards for scene in (computed, found, own)] == [[1.0], [1.0], [0.0]]
+    results = [assert_called_once(scene) for scene in (computed, searched, own)]
+    assert results[0] == "3"
+    assert "radix cache keeps the keys" in results[1]
+    assert json.loads(results[2]) == passages
+    assert [scene.rewards for scene in (computed, searched, own)] == [[1.0], [1.0], [0.0]]
 
 
 def assert_called_once(scene: Scene) -> str:
-    """What the model was told of its call, which it goes on from in one row."""
+    """Assert a single tool call, continued in one row, and return its result."""
     call, answer = scene.turns
     assert (answer.parent_id, answer.reuse) == (call.interaction_id, "reused")
     assert scene.heard == [scene.said(answer)]
     (row,) = scene.rows
     assert scene.trained(row) == call.num_output_tokens + answer.num_output_tokens
-    (told,) = [one["content"] for one in answer.new_messages if one["role"] == "tool"]
-    return str(told)
+    (result,) = [message["content"] for message in answer.new_messages if message["role"] == "tool"]
+    return str(result)
 
 
 QUESTION = {"messages": [{"role": "user", "content": "What is 1 + 2?"}]}
 THREE: dict[str, Any] = {"extra_body": {"regex": r"\\boxed\{3\}"}}
-"""The model can say nothing else."""
+"""Options under which the model can only generate `3`."""
 READY = "areal_hpc.areal.workflow"
 
 
@@ -189,7 +189,7 @@ PLAYED = {
     "openai.math_agent.MathAgent",
     "openai.math_agent.MathToolAgent",
 }
-"""Above."""
+"""Tests of agents above, by name."""
 
 EXAMPLES = "examples.frameworks"
 CALL_ONE = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
@@ -259,9 +259,9 @@ def assert_a_team_handed_over(team: Scene) -> None:
     for turn, instructions in zip(team.turns, INSTRUCTIONS, strict=True):
         assert instructions in team.prompt(turn)
     calls = [turn.reply.get("tool_calls", []) for turn in team.turns]
-    names = [[call["function"]["name"] for call in made] for made in calls]
+    names = [[call["function"]["name"] for call in calls_of_agent] for calls_of_agent in calls]
     assert names == [[TRANSFERS[0]], [TRANSFERS[1]], []]
-    # ... that shows what the agents before it said ...
+    # ... that shows the messages of the agents before it ...
     for transfer in TRANSFERS:
         assert transfer in team.prompt(team.turns[2])
     assert team.heard == [team.said(team.turns[2], skip_special_tokens=True)]
@@ -284,13 +284,13 @@ def test_a_chat_agent_of_camel_on_a_recording_client_exports_its_turns(theatre: 
     program = (python_of("camel"), Path(__file__).with_name("camel_client.py"))
     report = theatre.stage.paths.root / "client.json"
     said_by(run_program(*program, theatre.url, theatre.stage.model_dir, report))
-    said = json.loads(report.read_text())
-    first, second = said["rows"]
+    rows_and_texts = json.loads(report.read_text())
+    first, second = rows_and_texts["rows"]
     assert [first["reward"], second["reward"]] == [0.5, 1.0]
     roles = [message["role"] for message in second["messages"]]
     assert roles == ["system", "user", "assistant", "user"]
     before = [*first["input_tokens"], *first["output_tokens"]]
     assert second["input_tokens"][: len(before)] == before
-    for row, heard in zip((first, second), said["heard"], strict=True):
+    for row, text in zip((first, second), rows_and_texts["heard"], strict=True):
         shown = theatre.encoder.decode(row["output_tokens"], skip_special_tokens=True)
-        assert shown == heard
+        assert shown == text

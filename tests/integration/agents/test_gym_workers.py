@@ -1,4 +1,4 @@
-"""Processes of gyms: an episode each, used again, and none is left."""
+"""Worker processes of gyms play an episode each, are used again, and end with the test."""
 
 import asyncio
 import re
@@ -54,11 +54,11 @@ def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) 
     asyncio.run(asyncio.wait_for(play(), scaled(60)))
 
 
-async def reset(worker: GymWorker, seen: Sequence[str] = ("COLOR",)) -> tuple[int, int]:
-    """The number of the worker's episode, and its process."""
-    told = await worker.request({"do": "reset", "task": {"seed": 3}}, 30)
-    assert told["text"].endswith(f", {[*seen]}, {{'seed': 3}}")
-    numbers = re.findall(r"\d+", told["text"])
+async def reset(worker: GymWorker, variables: Sequence[str] = ("COLOR",)) -> tuple[int, int]:
+    """Return the number of the worker's episode, and its process."""
+    state = await worker.request({"do": "reset", "task": {"seed": 3}}, 30)
+    assert state["text"].endswith(f", {[*variables]}, {{'seed': 3}}")
+    numbers = re.findall(r"\d+", state["text"])
     return int(numbers[0]), int(numbers[1])
 
 
@@ -69,15 +69,15 @@ async def step(worker: GymWorker, text: str, timeout_s: float | None = None) -> 
 
 
 def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a process that no earlier one was in."""
+    """No earlier process of an episode plays the next one."""
     monkeypatch.setenv("SECRET", "s")
 
     async def scene(workers: Gyms) -> None:
-        async with workers.acquire() as one, workers.acquire() as other:
-            assert one is not other
-            assert (await reset(one))[0] == (await reset(other))[0] == 1
-            assert (await step(one, "go"))["reward"] == 1.0
-            first, used = await reset(one), one
+        async with workers.acquire() as worker, workers.acquire() as other:
+            assert worker is not other
+            assert (await reset(worker))[0] == (await reset(other))[0] == 1
+            assert (await step(worker, "go"))["reward"] == 1.0
+            first, used = await reset(worker), worker
         async with workers.acquire() as again, workers.acquire() as other:
             same = again if again is used else other
             count, pid = await reset(same)
@@ -87,7 +87,7 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "said", "stays"),
+    ("text", "kind", "message", "stays"),
     [
         ("fail", AgentError, "ValueError: not that", True),
         ("nan", AgentError, "ValueError: Out of range float", True),
@@ -97,14 +97,14 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_gym_that_fails_costs_its_episode(
-    text: str, kind: type[ArealError], said: str, stays: bool
+    text: str, kind: type[ArealError], message: str, stays: bool
 ) -> None:
     async def scene(workers: Gyms) -> None:
         earlier = {*psutil.Process().children()}
         async with workers.acquire() as worker:
             (process,) = {*psutil.Process().children()} - earlier
             await reset(worker)
-            with pytest.raises(kind, match=said):
+            with pytest.raises(kind, match=message):
                 await step(worker, text, 0.5 if text == "sleep" else None)
             assert (await step(worker, "go")) == {} if stays else not worker.is_usable
         assert process.is_running() == stays
@@ -115,7 +115,7 @@ def test_a_gym_that_fails_costs_its_episode(
 
 
 def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> None:
-    """What it starts, writes and changes goes; secrets, files and networks were never there."""
+    """Its processes, files and changes go; secrets, the user's files and networks stay hidden."""
     secret = tmp_path / "secret"
     secret.write_text("of the user")
     attack = (
@@ -162,9 +162,9 @@ def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> 
             assert len(processes) == 3
             await worker.request({"do": "close"}, 30)
             _, later = await reset(worker)
-            # Folders that it sees may lie in /tmp, as those of a checkout there.
-            shown = {Path(one) for one in (CHECKOUT, sys.prefix, sys.base_prefix)}
-            shown_in_tmp = sorted({one.parts[2] for one in shown if one.parts[1] == "tmp"})
+            # Folders that the worker sees may lie in /tmp, as those of a checkout there.
+            shown = {Path(folder) for folder in (CHECKOUT, sys.prefix, sys.base_prefix)}
+            shown_in_tmp = sorted({folder.parts[2] for folder in shown if folder.parts[1] == "tmp"})
             assert (await step(worker, clean))["found"] == [shown_in_tmp, ["1", str(later)]]
 
     run(scene, size=1)
@@ -192,7 +192,7 @@ def test_a_program_that_a_gym_starts_can_be_ended() -> None:
 def test_an_episode_ends_with_its_worker_where_nothing_is_isolated(
     is_closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what the episode started, where the worker is closed."""
+    """The processes of the episode end too when the worker is closed."""
     monkeypatch.setitem(globals(), "WORKER", str(shutil.copy(WORKER, tmp_path)))
     (tmp_path / "math.py").write_text("raise SystemExit('a module of Python has this name')")
     monkeypatch.setenv(ISOLATION_VARIABLE, "none")
@@ -219,16 +219,16 @@ def test_an_episode_ends_with_its_worker_where_nothing_is_isolated(
         run(scene, size=1)
         wait_for(lambda: not alive(processes if is_closed else processes[:2]), 20)
     finally:
-        for one in alive(processes):
-            one.kill()
+        for process in alive(processes):
+            process.kill()
 
 
 def test_a_program_that_a_gym_starts_can_give_no_answer() -> None:
     async def scene(workers: Gyms) -> None:
         async with workers.acquire() as worker:
             await reset(worker)
-            told = await step(worker, "start")
-            assert (told["text"], told["reward"]) == ("left 3", 1.0)
+            state = await step(worker, "start")
+            assert (state["text"], state["reward"]) == ("left 3", 1.0)
             assert (await step(worker, "go"))["text"] == "on"
 
     run(scene)
@@ -267,8 +267,8 @@ def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
             async with workers.acquire() as worker, worker.reach_hosts(hosts[:1]):
                 await reset(worker, [])
                 urls = [f"http://{host}/a" for host in hosts]
-                found: list[Any] = (await step(worker, asks.format(urls)))["found"]
-                return found
+                answers: list[Any] = (await step(worker, asks.format(urls)))["found"]
+                return answers
         finally:
             workers.close_idle_workers()
 
@@ -293,12 +293,12 @@ def test_an_episode_gives_each_reply_the_reward_of_its_step(tmp_path: Path) -> N
 
 def test_servers_and_environments_that_are_none_are_refused() -> None:
     reward = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
-    for how, found in (
+    for how, message in (
         ({}, r"keys \[\]"),
         ({"url": "http://x", "command": ["y"]}, "keys"),
         ({"url": "http://x", "env": {}}, "unknown keys"),
     ):
-        with pytest.raises(RecipeError, match=found):
+        with pytest.raises(RecipeError, match=message):
             McpAgent({"shop": how}, reward)
     with pytest.raises(RecipeError, match="one of base_url and app"):
         OpenEnvAgent()

@@ -1,4 +1,4 @@
-"""Proxy and client before the real SGLang: exact tokens and log-probabilities, same payloads."""
+"""Proxy and client record the real SGLang's exact tokens and log-probabilities."""
 
 import asyncio
 import json
@@ -92,12 +92,12 @@ def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_
         for turn in range(TURNS - 1):
             assert f"<|im_end|>\n<|im_start|>user\nand {turn}?<|im_end|>" in text
         scored = scores(sglang_url, row.input_ids_T.tolist(), row.temperature)
-        said = row.loss_mask_T == 1
-        assert np.abs(scored[said] - row.logprobs_T[said]).max() < 1e-4
+        reply_T = row.loss_mask_T == 1
+        assert np.abs(scored[reply_T] - row.logprobs_T[reply_T]).max() < 1e-4
 
 
 def scores(url: str, ids: list[int], temperature: float) -> np.ndarray[Any, Any]:
-    """The engine's log-probability of every token of a sequence it is given whole."""
+    """Return the engine's log-probability of every token of a complete sequence."""
     reply = generate(
         url,
         {
@@ -178,18 +178,18 @@ def test_scripted_streams_are_those_of_the_real_server(stage: Stage, sglang_url:
 
 def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
     _, key = stage.open_session(REF)
-    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
-    asked["logit_bias"] = {"2": -100}
-    whole = stage.chat(key, QUESTION, **asked).json()["choices"][0]
+    body: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
+    body["logit_bias"] = {"2": -100}
+    full = stage.chat(key, QUESTION, **body).json()["choices"][0]
     with stage.client(key) as client:
         chunks = list(
-            client.chat.completions.create(model="m", messages=QUESTION, stream=True, **asked)
+            client.chat.completions.create(model="m", messages=QUESTION, stream=True, **body)
         )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole["message"]["content"]
-    assert chunks[-1].choices[0].finish_reason == whole["finish_reason"]
+    assert text == full["message"]["content"]
+    assert chunks[-1].choices[0].finish_reason == full["finish_reason"]
     tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-    assert [t.token for t in tokens] == [t["token"] for t in whole["logprobs"]["content"]]
+    assert [t.token for t in tokens] == [t["token"] for t in full["logprobs"]["content"]]
     assert len(chunks) > 10
 
 
@@ -208,8 +208,8 @@ def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Sta
         stage.open_session(ref, episode=i, records_sampling_mask=True)
         for i in range(len(MASKED) + 1)
     ]
-    for (_, key), asked in zip(sessions, [*MASKED, {}], strict=True):
-        reply = stage.chat(key, QUESTION, max_tokens=24, **asked)
+    for (_, key), options in zip(sessions, [*MASKED, {}], strict=True):
+        reply = stage.chat(key, QUESTION, max_tokens=24, **options)
         assert reply.status_code == 200, reply.text
         stage.finish_session(key, 1.0)
     stage.finish_ticket(ref, *(session_id for session_id, _ in sessions))
@@ -217,24 +217,24 @@ def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Sta
     *rows, plain = stage.sealed_rows(ref)
     assert plain.sampling_mask is None
     model = AutoModelForCausalLM.from_pretrained(stage.model_dir, dtype=torch.float64)
-    for row, asked in zip(rows, MASKED, strict=True):
+    for row, options in zip(rows, MASKED, strict=True):
         ids = torch.from_numpy(row.input_ids_T).long()
         with torch.no_grad():
-            logits = model(ids[None]).logits[0] / asked.get("temperature", 1.0)
+            logits = model(ids[None]).logits[0] / options.get("temperature", 1.0)
         mask = row.sampling_mask
         assert mask is not None
         assert (mask.counts_T > 0).tolist() == (row.loss_mask_T == 1).tolist()
         ends = np.cumsum(mask.counts_T.astype(int))
-        for place in np.flatnonzero(row.loss_mask_T):
-            kept = mask.ids[ends[place] - mask.counts_T[place] : ends[place]]
-            chances = logits[place - 1].log_softmax(-1)
-            share = chances[torch.from_numpy(kept).long()].exp().sum().item()
-            expected = chances[ids[place]].item() - np.log(share)
-            facts = asked, place, int(ids[place]), kept.tolist()[:40], share
-            assert row.logprobs_T[place] == pytest.approx(expected, abs=1e-4), facts
-            assert len(kept) <= asked.get("top_k", 4096)
-            assert share >= asked.get("top_p", 0.0) - 1e-4
-        if "regex" in asked:
+        for position in np.flatnonzero(row.loss_mask_T):
+            kept_ids = mask.ids[ends[position] - mask.counts_T[position] : ends[position]]
+            chances = logits[position - 1].log_softmax(-1)
+            share = chances[torch.from_numpy(kept_ids).long()].exp().sum().item()
+            expected = chances[ids[position]].item() - np.log(share)
+            facts = options, position, int(ids[position]), kept_ids.tolist()[:40], share
+            assert row.logprobs_T[position] == pytest.approx(expected, abs=1e-4), facts
+            assert len(kept_ids) <= options.get("top_k", 4096)
+            assert share >= options.get("top_p", 0.0) - 1e-4
+        if "regex" in options:
             assert mask.counts_T.max() < 20, "of a grammar few tokens are left"
 
 
@@ -255,17 +255,17 @@ def test_a_least_length_forbids_the_tokens_that_are_recorded(stage: Stage) -> No
     logits[call.prompt_tokens - 1 : call.prompt_tokens - 1 + least, stops] = -torch.inf
     places = np.flatnonzero(row.loss_mask_T)
     assert len(places) >= least
-    for place in places:
-        expected = logits[place - 1].log_softmax(-1)[row.input_ids_T[place]].item()
-        assert row.logprobs_T[place] == pytest.approx(expected, abs=1e-4), place
+    for position in places:
+        expected = logits[position - 1].log_softmax(-1)[row.input_ids_T[position]].item()
+        assert row.logprobs_T[position] == pytest.approx(expected, abs=1e-4), position
 
 
 def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:
     _, key = stage.open_session(REF)
-    asked: Any = {"stream": True, "max_tokens": 900, "logit_bias": {"2": -100}}
+    options: Any = {"stream": True, "max_tokens": 900, "logit_bias": {"2": -100}}
     with (
         stage.client(key) as client,
-        client.chat.completions.create(model="m", messages=QUESTION, **asked) as chunks,
+        client.chat.completions.create(model="m", messages=QUESTION, **options) as chunks,
     ):
         for _ in range(5):
             next(iter(chunks))
@@ -290,7 +290,7 @@ def test_replies_follow_their_grammar(stage: Stage, asked: dict[str, Any], patte
 
 
 def assert_same_shape(ours: Any, theirs: Any, where: str) -> None:
-    """Every field that the script sends is one the real server sends, of the same type."""
+    """Assert that the real server sends each field of the script with the same type."""
     assert type(ours) is type(theirs), f"{where}: {ours!r} and {theirs!r}"
     if isinstance(ours, dict):
         assert ours.keys() <= theirs.keys(), where
@@ -328,7 +328,7 @@ def test_a_client_records_what_the_engine_read_and_said(theatre: Theatre) -> Non
     (row,) = asyncio.run(two_turns()).export_interactions("concat", 0.5).values()
     tensors = {name: tensor[0].numpy() for name, tensor in row.to_tensor_dict().items()}
     assert row.interaction.reuse == "reused"
-    said = tensors["loss_mask"] == 1
+    reply = tensors["loss_mask"] == 1
     scored = np.asarray(scores(theatre.url, tensors["input_ids"].tolist(), 1.0))
-    assert np.abs(tensors["logprobs"] - scored)[said].max() < 1e-3
-    assert (tensors["versions"] == np.where(said, 1 << 32, -1)).all()
+    assert np.abs(tensors["logprobs"] - scored)[reply].max() < 1e-3
+    assert (tensors["versions"] == np.where(reply, 1 << 32, -1)).all()

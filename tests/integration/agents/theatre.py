@@ -1,4 +1,4 @@
-"""A proxy in front of the real SGLang, frameworks in environments of their own, and the record."""
+"""Play agents before the real SGLang through a proxy, each framework in its own environment."""
 
 import json
 import os
@@ -32,10 +32,10 @@ INDIVIDUAL = msgspec.structs.asdict(ExportSettings(style="individual"))
 
 @dataclass(frozen=True)
 class Scene:
-    """One episode: what the agent heard, and what the proxy recorded."""
+    """Texts that the agent received in one play, and the proxy's record of it."""
 
     heard: list[str]
-    """What the agent took for the model's last words."""
+    """Texts that the agent took for the model's last words."""
     session: Session
     encoder: TokenEncoder
 
@@ -63,12 +63,12 @@ class Scene:
         return text.removesuffix("<|im_end|>") if turn.closed else text
 
     def prompt(self, turn: Interaction) -> str:
-        """All that the model read in one turn, as text."""
+        """Return the complete prompt of one turn, as text."""
         return self.encoder.decode(prompt_ids(self.session.tree, turn))
 
 
 class Player:
-    """A process in an environment, which imports the packages there once for all orders."""
+    """Process in an environment, which imports the packages there once for all orders."""
 
     def __init__(self, environment: str, script: Path, folder: Path) -> None:
         self._reports = folder / f"{script.stem}_{environment}"
@@ -104,12 +104,12 @@ class Player:
 
 
 class Theatre:
-    """Where agents play before the real model."""
+    """Runner of agents before the real model."""
 
     def __init__(self, stage: Stage, url: str) -> None:
         self.stage = stage
         self.url = url
-        """Of SGLang."""
+        """Address of SGLang."""
         self.encoder = TokenEncoder.from_model_dir(stage.model_dir)
         self._tickets = 0
         self._players: dict[tuple[str, Path], Player] = {}
@@ -121,17 +121,17 @@ class Theatre:
             self._tickets += 1
             orders.append({"ticket_id": self._tickets, "data": TASK, **episode})
         played = self.report(environment, FOLDER / "play.py", {"episodes": orders}, 110)
-        for one in played:
-            assert one["status"] == "ok", one["reason"]
+        for play in played:
+            assert play["status"] == "ok", play["reason"]
         book = self._book()
         return [
-            Scene(one["heard"], book.sessions[one["session_id"]], self.encoder) for one in played
+            Scene(play["heard"], book.sessions[play["session_id"]], self.encoder) for play in played
         ]
 
     def report(
         self, environment: str, script: Path, order: dict[str, Any], timeout_s: float
     ) -> Any:
-        """What a script of these tests reports of an order, run by an environment's Python."""
+        """Return the report of a test script on an order, run by an environment's Python."""
         paths = self.stage.paths
         if (environment, script) not in self._players:
             self._players[environment, script] = Player(environment, script, paths.root)
@@ -143,7 +143,7 @@ class Theatre:
             player.close()
 
     def _book(self) -> SessionStore:
-        """What the proxy's journal holds by now."""
+        """Read the proxy's journal up to now."""
         (journal,) = self.stage.journal_dir.glob("*/journal")
         book = SessionStore()
         for record in read_journal(journal):
@@ -152,13 +152,13 @@ class Theatre:
 
 
 def assert_a_tool_was_used(scene: Scene) -> None:
-    """One call of `add`, its result, an answer: recorded exactly, trained once, rewarded."""
+    """Assert one call of `add`, its result and an answer, recorded exactly and trained once."""
     call, answer = scene.turns
-    (made,) = call.reply["tool_calls"]
-    digits = made["function"]["arguments"]
-    said = scene.said(call).removeprefix("<tool_call>").removesuffix("</tool_call>")
-    assert json.loads(said) == {"name": "add", "arguments": digits}
-    # The framework ran the tool with what the model had said, and the model was told the result.
+    (tool_call,) = call.reply["tool_calls"]
+    digits = tool_call["function"]["arguments"]
+    text = scene.said(call).removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert json.loads(text) == {"name": "add", "arguments": digits}
+    # The framework ran the tool with the model's arguments and returned the result to the model.
     result = next(message for message in answer.new_messages if message["role"] == "tool")
     assert result["content"] == str(digits["x"] + digits["y"])
     assert (answer.parent_id, answer.reuse) == (call.interaction_id, "reused")

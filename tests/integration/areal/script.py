@@ -1,4 +1,4 @@
-"""A training script as AReaL's users write it, with its agents and its reward in itself."""
+"""Training script in the form of AReaL's users, with its agents and its reward."""
 
 import dataclasses
 import sys
@@ -18,7 +18,7 @@ class OwnConfig(GRPOConfig):
 
 
 def count(text, favorite):
-    """A reward that no other process can import: it lives in the script."""
+    """Reward that no other process can import, as it lives in the script."""
     return float(text.count(favorite)) / 10
 
 

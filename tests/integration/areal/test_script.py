@@ -1,4 +1,4 @@
-"""A script of a user with AReaL's imports: our jobs, and a run like any other."""
+"""A user's script with AReaL's imports starts our jobs and becomes a run like any other."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from tests.support.small_run import processes_of
 
 FOLDER = Path(__file__).parent
 CLIENTS = 2
-"""In each episode of the script, each with a row of its own."""
+"""Clients in each episode of the script, each with a row of its own."""
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -46,12 +46,12 @@ def test_an_instance_of_a_script_is_trained_and_a_class_of_it_is_evaluated(tmp_p
     assert recipe["train_dataset"]["path"] == str(paths.dataset("train"))
     assert len(paths.dataset("train").read_text().splitlines()) == 16
     manifest = yaml.safe_load(paths.manifest(1).read_text())
-    assert {len(one["rows"]) for one in manifest["tickets"]} == {2 * CLIENTS}
+    assert {len(ticket["rows"]) for ticket in manifest["tickets"]} == {2 * CLIENTS}
     for step in (0, 2):
         judged = yaml.safe_load(paths.evaluation(step).read_text())
         assert (judged["n_tasks"], judged["failures"]) == (4, {})
     assert audit_of(paths.root) == "trained_once=4 duplicates=0 lost=0 open=0"
-    # The recipe of the run is enough: any command goes on with it, without the script.
+    # The recipe of the run is enough: any command continues with it, without the script.
     again = python("-m", "areal_hpc", "run", paths.recipe)
     assert "this run is finished" in again.stdout, again.stderr
     assert processes_of(paths.root) == []

@@ -1,4 +1,4 @@
-"""`areal-hpc prefetch` against a hub on this machine: what is fetched, kept, recorded, refused."""
+"""`areal-hpc prefetch` fetches, keeps and records data of a local hub, and refuses bad names."""
 
 import hashlib
 import json
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _headers(body: bytes) -> dict[str, str]:
-    """The hub names large files by their SHA-256, small ones as git does."""
+    """Name large files by their SHA-256 and small ones as git does, as the hub does."""
     large = len(body) > 64
     git = hashlib.sha1(b"blob %d\0" % len(body) + body)
     etag = hashlib.sha256(body).hexdigest() if large else git.hexdigest()
@@ -136,7 +136,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def prefetch(recipe: Path, hub: SmallHub | None, *overrides: str) -> CompletedProcess[str]:
-    """The command as a user gives it; without a hub, offline."""
+    """Run the command as a user does; without a hub, offline."""
     variables = {"HF_HOME": str(recipe.parent / "hf"), "HF_HUB_DISABLE_XET": "1"}
     variables |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"} if hub else {"HF_HUB_OFFLINE": "1"}
     return areal_hpc("prefetch", recipe, *overrides, environ={**os.environ, **variables})
@@ -144,8 +144,8 @@ def prefetch(recipe: Path, hub: SmallHub | None, *overrides: str) -> CompletedPr
 
 @pytest.mark.thorough
 def test_what_the_recipe_names_is_fetched_once(recipe: Path, hub: SmallHub) -> None:
-    said = said_by(prefetch(recipe, hub))
-    model, train, valid, _ = said.splitlines()
+    output = said_by(prefetch(recipe, hub))
+    model, train, valid, _ = output.splitlines()
     commit = COMMIT[:12]
     assert model.split()[:4] == ["model.hub", "someone/small", "at", commit]
     assert "(3 files, " in model
@@ -154,9 +154,9 @@ def test_what_the_recipe_names_is_fetched_once(recipe: Path, hub: SmallHub) -> N
     assert valid.startswith("valid_dataset.path")
 
     hub.asked.clear()
-    assert said_by(prefetch(recipe, hub)) == said
-    assert not [asked for asked in hub.asked if asked.startswith("GET") and "resolve" in asked]
-    assert said_by(prefetch(recipe, None)) == said
+    assert said_by(prefetch(recipe, hub)) == output
+    assert not [call for call in hub.asked if call.startswith("GET") and "resolve" in call]
+    assert said_by(prefetch(recipe, None)) == output
 
 
 def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: SmallHub) -> None:
@@ -167,8 +167,8 @@ def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: Small
     )
     answer = prefetch(recipe, hub, *absent)
     assert answer.returncode == 78
-    for said in ("someone/else cannot be fetched", "at: train_dataset.hub", "valid_dataset.path"):
-        assert said in answer.stderr, answer.stderr
+    for text in ("someone/else cannot be fetched", "at: train_dataset.hub", "valid_dataset.path"):
+        assert text in answer.stderr, answer.stderr
     assert not (recipe.parent / "runs").exists()
 
 
@@ -183,7 +183,7 @@ NPM = """#!/bin/sh
 test -f package-lock.json && mkdir -p node_modules/.bin && cd node_modules/.bin &&
   printf '#!/bin/sh\\n' > opencode && chmod +x opencode
 """
-"""In the place of npm: puts the program of the lock's folder there."""
+"""Stand-in for npm, which puts the program of the lock's folder there."""
 
 
 def test_the_harness_of_the_recipe_is_installed_once(

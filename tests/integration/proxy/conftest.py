@@ -1,4 +1,4 @@
-"""A proxy with SGLang's parsers, which import SGLang: one for this folder."""
+"""Shared proxy of this folder with SGLang's parsers, which import SGLang."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tests.support.proxy_stage import Stage
 
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A scripted model whose format is that of Qwen3, and SGLang's real parsers."""
+    """Start a scripted model with the format of Qwen3, and SGLang's real parsers."""
     root = tmp_path_factory.mktemp("parsing")
     stage = Stage(
         root,

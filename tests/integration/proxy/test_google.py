@@ -1,4 +1,4 @@
-"""Google's dialect with SGLang's own parsers, and Google's SDK from its own environment."""
+"""Google's dialect works with SGLang's own parsers, and with Google's SDK from its environment."""
 
 import json
 import subprocess
@@ -37,13 +37,13 @@ def ask(
     )
     assert answer.status_code == 200, answer.text
     if "sse" in verb:
-        lines = filter(None, answer.text.split("\r\n"))  # a ping is an empty one more
+        lines = filter(None, answer.text.split("\r\n"))  # a ping is one more empty line
         responses = [json.loads(line.removeprefix("data: ")) for line in lines]
     else:
         responses = answer.json() if verb.startswith("stream") else [answer.json()]
     candidates = [response["candidates"][0] for response in responses]
     assert candidates[-1]["finishReason"] == "STOP"
-    return [part for one in candidates for part in one["content"]["parts"]]
+    return [part for candidate in candidates for part in candidate["content"]["parts"]]
 
 
 def joined(parts: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]:
@@ -55,7 +55,7 @@ def joined(parts: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]
 
 @VERBS
 @pytest.mark.parametrize(
-    ("said", "thought", "text", "calls"),
+    ("raw", "thought", "text", "calls"),
     [
         (CALL, "", "", 1),
         (f"I add. {CALL}\n{CALL}", "", "I add.", 2),
@@ -65,9 +65,9 @@ def joined(parts: list[dict[str, Any]]) -> tuple[str, str, list[dict[str, Any]]]
 )
 @pytest.mark.parametrize("echo", ["as it came", "without thoughts", "without ids", "other ids"])
 def test_a_conversation_goes_on_with_the_models_own_tokens(
-    stage: Stage, verb: str, said: str, thought: str, text: str, calls: int, echo: str
+    stage: Stage, verb: str, raw: str, thought: str, text: str, calls: int, echo: str
 ) -> None:
-    key = says(stage, said)
+    key = says(stage, raw)
     parts = ask(stage, key, verb, **THOUGHTS)
     thoughts, shown, called = joined(parts)
     assert (thoughts, shown.strip()) == (thought, text)
@@ -78,14 +78,14 @@ def test_a_conversation_goes_on_with_the_models_own_tokens(
     for i, call in enumerate(called):
         if echo == "without ids":
             del call["id"]
-        elif echo == "other ids":  # as the Gemini CLI makes them
+        elif echo == "other ids":  # the Gemini CLI makes these
             call["id"] = f"add_1795441083044_{i}"
     results: list[dict[str, Any]] = [
         {"functionResponse": {**call, "response": {"output": "7"}, "args": None}} for call in called
     ]
     answered = {"role": "user", "parts": results or [{"text": "Sure?"}]}
     ask(stage, key, verb, [*CONTENTS, {"role": "model", "parts": parts}, answered], **THOUGHTS)
-    assert_spliced(stage, said, calls)
+    assert_spliced(stage, raw, calls)
 
 
 def test_thoughts_are_counted_apart(stage: Stage) -> None:
@@ -94,10 +94,10 @@ def test_thoughts_are_counted_apart(stage: Stage) -> None:
     answer = stage.http.post(url, json={"contents": CONTENTS}, headers={"x-goog-api-key": key})
     usage = answer.json()["usageMetadata"]
     (interaction,) = stage.journaled(key)
-    said, thoughts = len(interaction.output_ids) // 4, len(stage.tokenizer.encode("add them").ids)
+    total, thoughts = len(interaction.output_ids) // 4, len(stage.tokenizer.encode("add them").ids)
     assert usage["thoughtsTokenCount"] == thoughts
-    assert usage["candidatesTokenCount"] == said - thoughts
-    assert usage["totalTokenCount"] == interaction.prompt_tokens + said
+    assert usage["candidatesTokenCount"] == total - thoughts
+    assert usage["totalTokenCount"] == interaction.prompt_tokens + total
 
 
 @VERBS
@@ -108,7 +108,7 @@ def test_arguments_without_an_object_come_as_text(stage: Stage, verb: str) -> No
 
 
 def choose(mode: str, *names: str) -> dict[str, Any]:
-    """A request with three functions, and which of them it wants."""
+    """Build a request with three functions and the choice among them."""
     others = [{**ADD, "name": name} for name in ("sub", "mul")]
     config = {"mode": mode, **({"allowedFunctionNames": names} if names else {})}
     return {
@@ -117,8 +117,8 @@ def choose(mode: str, *names: str) -> dict[str, Any]:
     }
 
 
-def sent(stage: Stage, said: str, **asked: Any) -> dict[str, Any]:
-    ask(stage, says(stage, said), "generateContent", **asked)
+def sent(stage: Stage, reply: str, **options: Any) -> dict[str, Any]:
+    ask(stage, says(stage, reply), "generateContent", **options)
     (request,) = stage.sglang.requests
     return request
 
@@ -227,42 +227,42 @@ print(json.dumps(told))
 def test_googles_sdk_talks_to_the_proxy(stage: Stage, version: str) -> None:
     stage.sglang.requests.clear()
     stage.sglang.incremental = True
-    said = f"{THOUGHT}Seven."
+    last = f"{THOUGHT}Seven."
 
     def speak(request: dict[str, Any]) -> Script:
         prompt = stage.prompt_of(request)
         if "break" in prompt:
             odd = [("1.1", 0, 5)]
             return Script("one two three", fault="late_hang_up:1", versions=odd)
-        return Script(CALL if "tool\n" not in prompt else said)
+        return Script(CALL if "tool\n" not in prompt else last)
 
     stage.sglang.script = speak
     _, key = stage.open_session(TicketRef(1, 0))
     python = get_interpreter("agents", "auto")
-    done = subprocess.run(
+    ended = subprocess.run(
         [python, "-W", "ignore", "-c", PROGRAM, stage.url, key, version],
         capture_output=True,
         text=True,
         timeout=scaled(100),
     )
-    assert done.returncode == 0, done.stderr + stage.log
-    told = json.loads(done.stdout)
-    assert told[:4] == [
+    assert ended.returncode == 0, ended.stderr + stage.log
+    data = json.loads(ended.stdout)
+    assert data[:4] == [
         ["Seven.", "STOP"],
         [[None], [None], [None], [True, None]],
         "Seven.",
         "Seven.",
     ]
-    assert told[4:8] == [12, ["models/tiny"], 2048, 12]
+    assert data[4:8] == [12, ["models/tiny"], 2048, 12]
     overflow = "exceeds the maximum number of tokens allowed (2048)."
     image = "contents[0].parts[0].inlineData: "
-    for (code, status, message), text in zip(told[8:12], [overflow] * 2 + [image] * 2, strict=True):
+    for (code, status, message), text in zip(data[8:12], [overflow] * 2 + [image] * 2, strict=True):
         assert (code, status) == (400, "INVALID_ARGUMENT")
         assert text in message
-    assert told[12:] == [[503, "UNAVAILABLE"]]
-    # Four turns of one conversation, each of which goes on from the one before.
+    assert data[12:] == [[503, "UNAVAILABLE"]]
+    # Four turns of one conversation, each of which continues the one before.
     turns = [request["input_ids"] for request in stage.sglang.requests[:4]]
-    replies = [stage.tokenizer.encode(f"{one}<|im_end|>").ids for one in (CALL, said, said)]
+    replies = [stage.tokenizer.encode(f"{text}<|im_end|>").ids for text in (CALL, last, last)]
     for before, reply, after in zip(turns, replies, turns[1:], strict=False):
         assert after[: len(before) + len(reply)] == before + reply
     assert stage.sglang.requests[0]["sampling_params"]["top_k"] == 40

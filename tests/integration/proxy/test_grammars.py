@@ -1,4 +1,4 @@
-"""SGLang's compiler and parsers in processes of their own: costly grammars, clients' calls."""
+"""SGLang's compiler and parsers run in separate processes: costly grammars, clients' calls."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def nest(levels: int) -> dict[str, Any]:
 
 
 def double(levels: int) -> dict[str, Any]:
-    """Refers twice to one that refers twice, and so on; the last one to the first."""
+    """Build rules that each refer twice to the next, and the last one to the first."""
     definitions: dict[str, Any] = {"n0": {"anyOf": [{"$ref": f"#/$defs/n{levels}"}, {}]}}
     for level in range(1, levels + 1):
         below = {"$ref": f"#/$defs/n{level - 1}"}
@@ -66,8 +66,8 @@ def test_a_usual_grammar_reaches_a_replica(stage: Stage, kind: str, text: str) -
     form = {"response_format": {"type": "json_schema", "json_schema": schema}}
     answer = stage.ask(stage.open_session()[1], "hi", **(form if schema else {kind: text}))
     assert answer.status_code == 200, answer.text
-    (asked,) = stage.sglang.requests
-    assert kind in asked["sampling_params"]
+    (request,) = stage.sglang.requests
+    assert kind in request["sampling_params"]
 
 
 @pytest.mark.parametrize("route", choose(["/generate", "/chat/completions"], "/chat/completions"))
@@ -78,7 +78,7 @@ def test_a_costly_grammar_is_refused(stage: Stage, route: str) -> None:
         "/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "ebnf": COSTLY},
     }
     answer = stage.post(route, bodies[route], stage.open_session()[1])
-    while answer.status_code == 503:  # a busy machine has not found out in a minute: ask again
+    while answer.status_code == 503:  # a busy machine needs more than a minute: ask again
         answer = stage.post(route, bodies[route], stage.open_session()[1])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ebnf")
     assert "the grammar takes too long to compile" in answer.json()["error"]["message"]
@@ -86,7 +86,7 @@ def test_a_costly_grammar_is_refused(stage: Stage, route: str) -> None:
 
 
 def count_parser_processes() -> int:
-    """Of this process: those of proxies are not its children."""
+    """Count the parser processes of this process; those of proxies are not its children."""
     return sum(
         "areal_hpc.inference.parser_process" in command_of(child)
         for child in psutil.Process().children()
@@ -107,8 +107,8 @@ def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
         return reply.choices[0], row.output_message_list[0]
 
     async def play() -> None:
-        said = Script(THOUGHT + CALL)
-        server = ScriptedSGLang(byte_level_tokenizer(), lambda request: said)
+        reply = Script(THOUGHT + CALL)
+        server = ScriptedSGLang(byte_level_tokenizer(), lambda request: reply)
         await server.start()
         for choice, recorded in await asyncio.gather(ask(server.url), ask(server.url)):
             (call,) = choice.message.tool_calls

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in every dialect: SGLang's own parsers, in a process of their own."""
+"""Tool calls and reasoning of every dialect are read by SGLang's own parsers in a process."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def let_say(stage: Stage, script: Script) -> None:
 
 
 def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
-    """A streamed reply put together as the SDK's own helper does it."""
+    """Assemble a streamed reply as the SDK's own helper does."""
     with (
         stage.client(key) as client,
         client.chat.completions.stream(model="m", messages=QUESTION, **request) as events,
@@ -44,7 +44,7 @@ def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "reasoning", "calls"),
+    ("text", "content", "reasoning", "calls"),
     [
         ("just text", "just text", None, 0),
         (CALL, None, None, 1),
@@ -61,13 +61,13 @@ def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("piece_tokens", [0, 1, 5])
 def test_replies_are_taken_apart_and_nothing_of_them_is_lost(
     stage: Stage,
-    said: str,
+    text: str,
     content: str | None,
     reasoning: str | None,
     calls: int,
     piece_tokens: int,
 ) -> None:
-    key = says(stage, said, piece_tokens or 1)
+    key = says(stage, text, piece_tokens or 1)
     if piece_tokens:
         message = streamed(stage, key, tools=[CHAT_TOOL])
     else:
@@ -78,13 +78,13 @@ def test_replies_are_taken_apart_and_nothing_of_them_is_lost(
         assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
     assert (message.get("content") or "").strip() == (content or "")
     assert message.get("reasoning_content") == reasoning
-    found = message.get("tool_calls") or []
-    arguments = [json.loads(call["function"]["arguments"]) for call in found]
+    tool_calls = message.get("tool_calls") or []
+    arguments = [json.loads(call["function"]["arguments"]) for call in tool_calls]
     assert arguments == [{"x": 3, "y": 4}] * calls
-    assert len({call["id"] for call in found}) == calls
+    assert len({call["id"] for call in tool_calls}) == calls
     (interaction,) = stage.journaled(key)
     raw = stage.tokenizer.decode([int(i) for i in memoryview(interaction.output_ids).cast("i")])
-    assert raw.startswith(said)
+    assert raw.startswith(text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -105,7 +105,7 @@ def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(st
     key = says(stage, THOUGHT + CALL)
     first = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     (call,) = first["tool_calls"]
-    # As SDKs give it back: other spacing, no nulls, no reasoning.
+    # SDKs give it back with other spacing, no nulls, no reasoning.
     arguments = json.dumps({"y": 4, "x": 3}, indent=1)
     call = {**call, "function": {"name": "add", "arguments": arguments}}
     history: list[Mapping[str, object]] = [
@@ -120,8 +120,8 @@ def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(st
 def test_a_stream_has_one_call_a_chunk(stage: Stage) -> None:
     key = says(stage, f"I add. {CALL}\n{CALL}")
     with stage.client(key) as client:
-        asked: Any = {"model": "m", "messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
-        chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked)]
+        options: Any = {"model": "m", "messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
+        chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options)]
     calling = [delta.tool_calls for delta in chunks if delta.tool_calls]
     assert [len(calls) for calls in calling] == [1, 1]
     (first,), (second,) = calling
@@ -186,12 +186,12 @@ def test_the_prompt_has_all_tools_whichever_are_allowed(
     if route == "/v1/responses":
         body: dict[str, Any] = {
             "input": "Hi",
-            "tools": [{"type": "function"} | one for one in functions],
+            "tools": [{"type": "function"} | function for function in functions],
         }
         allowed: list[Any] = [{"type": "function", "name": "sub"}, {"type": "mcp"}]
         choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": allowed}
     else:
-        tools = [{"type": "function", "function": one} for one in functions]
+        tools = [{"type": "function", "function": function} for function in functions]
         body = {"messages": QUESTION, "tools": tools}
         allowed = [{"type": "function", "function": {"name": "sub"}}]
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
@@ -200,7 +200,7 @@ def test_the_prompt_has_all_tools_whichever_are_allowed(
         assert answer.status_code == 200, answer.text
     free, bound = stage.sglang.requests[-2:]
     assert free["input_ids"] == bound["input_ids"]
-    assert [len(one.reply.get("tool_calls", [])) for one in stage.journaled(key)] == [1, 0]
+    assert [len(entry.reply.get("tool_calls", [])) for entry in stage.journaled(key)] == [1, 0]
     grammar = bound["sampling_params"].get("structural_tag") or ""
     assert ("sub" in grammar, "add" in grammar) == (mode == "required", False)
 
@@ -219,7 +219,7 @@ def test_contradictions_are_refused(stage: Stage, asked: dict[str, Any], param: 
 
 
 def find_parsers(stage: Stage) -> int:
-    """The parser process of the stage's proxy."""
+    """Return the parser process of the stage's proxy."""
     threads = Path(f"/proc/{stage.pid}/task").glob("*/children")
     (parsers,) = {int(pid) for path in threads for pid in path.read_text().split()}
     return parsers
@@ -230,10 +230,10 @@ def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
 ) -> None:
     key, gate = says(stage, CALL), threading.Event()
     stage.sglang.script = lambda request: Script(f"I add. {CALL}", piece_tokens=5, gate=gate)
-    asked = {"messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
+    body = {"messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
     url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
     stage.http.timeout = scaled(120.0)  # they import SGLang again
-    with stage.http.stream("POST", url, json=asked, headers=headers) as answer:
+    with stage.http.stream("POST", url, json=body, headers=headers) as answer:
         lines = answer.iter_lines()
         while "add" not in next(lines):
             pass
@@ -249,7 +249,7 @@ def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
 
 
 def test_a_call_that_a_limit_cut_is_text_and_ends_by_length(tmp_path: Path) -> None:
-    whole = (
+    complete = (
         "<tool_call>\n<function=add>\n<parameter=x>\n3\n</parameter>\n"
         "<parameter=y>\n4\n</parameter>\n</function>\n</tool_call>"
     )
@@ -260,7 +260,7 @@ def test_a_call_that_a_limit_cut_is_text_and_ends_by_length(tmp_path: Path) -> N
         serve_python=get_interpreter("serve", "auto"),
     )
     try:
-        for text, calls in ((whole[: whole.index("</parameter>")], 0), (whole, 1)):
+        for text, calls in ((complete[: complete.index("</parameter>")], 0), (complete, 1)):
             for stream in (False, True):
                 let_say(coder, Script(text, finish="length"))
                 _, key = coder.open_session(TicketRef(1, 0))

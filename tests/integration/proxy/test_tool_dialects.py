@@ -1,4 +1,4 @@
-"""Tool calls, reasoning and their grammars in the dialects, and custom tools."""
+"""Tool calls, reasoning, their grammars and custom tools work in the dialects."""
 
 import json
 from typing import Any, cast
@@ -35,22 +35,22 @@ BLOCKS = {"tool_use": "call", "thinking": "reasoning", "text": "text"}
 ITEMS = {"function_call": "call", "reasoning": "reasoning", "message": "text"}
 
 
-def message_of(client: Anthropic, streams: bool, **asked: Any) -> Message:
+def message_of(client: Anthropic, streams: bool, **options: Any) -> Message:
     if not streams:
-        return cast("Message", client.messages.create(**asked))
-    with client.messages.stream(**asked) as stream:
+        return cast("Message", client.messages.create(**options))
+    with client.messages.stream(**options) as stream:
         return stream.get_final_message()
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @SAID
 def test_anthropics_blocks_come_back_as_the_models_own_tokens(
-    stage: Stage, said: str, kinds: list[str], streams: bool
+    stage: Stage, text: str, kinds: list[str], streams: bool
 ) -> None:
-    key = says(stage, said)
-    asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
+    key = says(stage, text)
+    options: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
     with stage.anthropic(key) as client:
-        message = message_of(client, streams, messages=QUESTION, **asked)
+        message = message_of(client, streams, messages=QUESTION, **options)
         assert [BLOCKS[block.type] for block in message.content] == kinds
         calls = [block for block in message.content if block.type == "tool_use"]
         assert [call.input for call in calls] == [{"x": 3, "y": 4}] * len(calls)
@@ -59,14 +59,14 @@ def test_anthropics_blocks_come_back_as_the_models_own_tokens(
         result = {"type": "tool_result", "content": "7"}
         results = [{**result, "tool_use_id": call.id} for call in calls]
         answer: Any = {"role": "user", "content": results or "Sure?"}
-        client.messages.create(messages=[*QUESTION, reply, answer], **asked)
-    assert_spliced(stage, said, len(calls))
+        client.messages.create(messages=[*QUESTION, reply, answer], **options)
+    assert_spliced(stage, text, len(calls))
 
 
 @pytest.mark.parametrize("streams", [False, True])
 @SAID
-def test_items_keep_their_tokens(stage: Stage, said: str, kinds: list[str], streams: bool) -> None:
-    key = says(stage, said)
+def test_items_keep_their_tokens(stage: Stage, text: str, kinds: list[str], streams: bool) -> None:
+    key = says(stage, text)
     with stage.client(key) as client:
         if streams:
             with client.responses.stream(model="m", input=QUESTION, tools=[FUNCTION]) as stream:
@@ -80,18 +80,18 @@ def test_items_keep_their_tokens(stage: Stage, said: str, kinds: list[str], stre
         items: list[Any] = [item.to_dict() for item in response.output]
         result = {"type": "function_call_output", "output": "7"}
         results = [{**result, "call_id": call.call_id} for call in calls]
-        asked = results or [{"role": "user", "content": "Sure?"}]
-        history: Any = [*QUESTION, *items, *asked]
+        questions = results or [{"role": "user", "content": "Sure?"}]
+        history: Any = [*QUESTION, *items, *questions]
         client.responses.create(model="m", input=history, tools=[FUNCTION])
-        assert_spliced(stage, said, len(calls))
-        following: Any = {"input": asked, "previous_response_id": response.id}
+        assert_spliced(stage, text, len(calls))
+        following: Any = {"input": questions, "previous_response_id": response.id}
         client.responses.create(model="m", tools=[FUNCTION], **following)
     assert stage.sglang.requests[-1]["input_ids"] == stage.sglang.requests[-2]["input_ids"]
 
 
 def test_a_tool_in_a_namespace_is_called_by_both_names(stage: Stage) -> None:
-    said = CALL.replace("add", "sums.add")
-    key = says(stage, said)
+    text = CALL.replace("add", "sums.add")
+    key = says(stage, text)
     space: Any = {"type": "namespace", "name": "sums", "description": "", "tools": [FUNCTION]}
     with stage.client(key) as client:
         response = client.responses.create(model="m", input=QUESTION, tools=[space])
@@ -101,15 +101,15 @@ def test_a_tool_in_a_namespace_is_called_by_both_names(stage: Stage) -> None:
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
         history: Any = [*QUESTION, call.to_dict(), result]
         client.responses.create(model="m", input=history, tools=[space])
-    assert_spliced(stage, said)
+    assert_spliced(stage, text)
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_arguments_without_an_object_stay_text_for_anthropic(stage: Stage, streams: bool) -> None:
     key = says(stage, CALL.replace('{"x": 3, "y": 4}', '"3 + 4"'))
     with stage.anthropic(key) as client:
-        asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL], "messages": QUESTION}
-        message = message_of(client, streams, **asked)
+        options: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL], "messages": QUESTION}
+        message = message_of(client, streams, **options)
     (block,) = message.content
     assert block.type == "text"
     assert json.loads(block.text) == {"name": "add", "arguments": "3 + 4"}
@@ -173,7 +173,7 @@ def test_what_is_asked_of_tool_calls_becomes_a_grammar(
     grammar = json.loads(params["structural_tag"])
     grammar = grammar.get("format", grammar)
     assert {name: grammar[name] for name in tag} == tag
-    # The tool is not `strict`: what must be called is held to its schema all the same.
+    # The tool is not `strict`: a required call is held to its schema all the same.
     schema = json.dumps(PARAMETERS, separators=(",", ":"))
     holds_schema = schema in params["structural_tag"].replace(" ", "")
     assert holds_schema is grammar.get("at_least_one", False)
@@ -211,57 +211,57 @@ def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
 
 
 OLD: Any = {"functions": [CHAT_TOOL["function"]], "function_call": "auto"}
-"""How OpenAI's older clients offer the tool."""
+"""Tool in the form of OpenAI's older clients."""
 
 
 def test_an_older_client_gets_its_call_as_a_function_call_and_goes_on(stage: Stage) -> None:
     key = says(stage, CALL)
     with stage.client(key) as client:
-        asked: Any = {"model": "m", "messages": QUESTION, **OLD}
-        choice = client.chat.completions.create(**asked).choices[0]
+        options: Any = {"model": "m", "messages": QUESTION, **OLD}
+        choice = client.chat.completions.create(**options).choices[0]
         called = choice.message.function_call
         assert called is not None
         assert (choice.finish_reason, called.name) == ("function_call", "add")
         assert json.loads(called.arguments) == {"x": 3, "y": 4}
         result = {"role": "function", "name": "add", "content": "7"}
-        asked["messages"] = [*QUESTION, choice.message.to_dict(), result]
-        client.chat.completions.create(**asked)
+        options["messages"] = [*QUESTION, choice.message.to_dict(), result]
+        client.chat.completions.create(**options)
         assert_spliced(stage, CALL)
-        chunks = [*client.chat.completions.create(**{**asked, "messages": QUESTION}, stream=True)]
+        chunks = [*client.chat.completions.create(**{**options, "messages": QUESTION}, stream=True)]
     deltas = [chunk.choices[0].delta.function_call for chunk in chunks]
-    assert "".join(one.arguments or "" for one in deltas if one) == called.arguments
-    assert [one.name for one in deltas if one and one.name] == ["add"]
+    assert "".join(delta.arguments or "" for delta in deltas if delta) == called.arguments
+    assert [delta.name for delta in deltas if delta and delta.name] == ["add"]
     assert chunks[-1].choices[0].finish_reason == "function_call"
 
 
 def test_vercels_references_stand_for_reasoning_text_and_calls(stage: Stage) -> None:
-    """Its SDK hands back the ids of items that the server is to have stored."""
+    """The SDK sends back ids of items that the server is to have stored."""
     key = says(stage, f"{THOUGHT}I add. {CALL}\n{CALL}")
-    asked = dict(ASKED["responses"])
-    said = stage.post("/v1/responses", asked, key).json()
-    items = said["output"]
-    assert [one["type"] for one in items] == ["reasoning", "message", *["function_call"] * 2]
-    references = [{"type": "item_reference", "id": one["id"]} for one in items]
+    body = dict(ASKED["responses"])
+    response = stage.post("/v1/responses", body, key).json()
+    items = response["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", *["function_call"] * 2]
+    references = [{"type": "item_reference", "id": item["id"]} for item in items]
     results = [
-        {"type": "function_call_output", "call_id": one["call_id"], "output": "7"}
-        for one in items[2:]
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "7"}
+        for item in items[2:]
     ]
-    asked["input"] = [*QUESTION, *references, *results]
-    assert stage.post("/v1/responses", asked, key).status_code == 200
+    body["input"] = [*QUESTION, *references, *results]
+    assert stage.post("/v1/responses", body, key).status_code == 200
     assert_spliced(stage, f"{THOUGHT}I add. {CALL}\n{CALL}", calls=2)
 
 
 def test_a_begun_reply_is_parsed_and_continued(stage: Stage) -> None:
     key = says(stage, f" add. {CALL}")
     begun = [*QUESTION, {"role": "assistant", "content": "I"}]
-    asked = {**ASKED["messages"], "messages": begun}
-    said = stage.post("/v1/messages", asked, key).json()["content"]
-    assert [one["type"] for one in said] == ["text", "tool_use"]
-    said[0]["text"] = "I" + said[0]["text"]
-    result = {"type": "tool_result", "tool_use_id": said[1]["id"], "content": "7"}
-    history = [*QUESTION, {"role": "assistant", "content": said}]
-    asked["messages"] = [*history, {"role": "user", "content": [result]}]
-    assert stage.post("/v1/messages", asked, key).status_code == 200
+    body = {**ASKED["messages"], "messages": begun}
+    content = stage.post("/v1/messages", body, key).json()["content"]
+    assert [block["type"] for block in content] == ["text", "tool_use"]
+    content[0]["text"] = "I" + content[0]["text"]
+    result = {"type": "tool_result", "tool_use_id": content[1]["id"], "content": "7"}
+    history = [*QUESTION, {"role": "assistant", "content": content}]
+    body["messages"] = [*history, {"role": "user", "content": [result]}]
+    assert stage.post("/v1/messages", body, key).status_code == 200
     assert_spliced(stage, f" add. {CALL}")
 
 
@@ -274,31 +274,31 @@ PATCH_CALL = (
 
 def test_a_custom_tool_is_called_with_a_text_and_goes_on(stage: Stage) -> None:
     key = says(stage, PATCH_CALL)
-    asked: dict[str, Any] = {"input": QUESTION, "tools": [{**PATCH, "format": LARK}]}
-    (item,) = stage.post("/v1/responses", asked, key).json()["output"]
+    options: dict[str, Any] = {"input": QUESTION, "tools": [{**PATCH, "format": LARK}]}
+    (item,) = stage.post("/v1/responses", options, key).json()["output"]
     assert (item["type"], item["name"]) == ("custom_tool_call", "patch")
     assert (item["input"], item["id"][:4]) == ("*** Begin\n+a", "ctc_")
-    told = stage.prompt_of(stage.sglang.requests[-1])
-    assert "Changes files." in told
-    assert "Its input follows this lark grammar" in told
+    prompt = stage.prompt_of(stage.sglang.requests[-1])
+    assert "Changes files." in prompt
+    assert "Its input follows this lark grammar" in prompt
     result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "7"}
-    for said in (item, {"type": "item_reference", "id": item["id"]}):
-        later = {**asked, "input": [*QUESTION, said, result]}
+    for reference in (item, {"type": "item_reference", "id": item["id"]}):
+        later = {**options, "input": [*QUESTION, reference, result]}
         assert stage.post("/v1/responses", later, key).status_code == 200
         assert_spliced(stage, PATCH_CALL)
         stage.sglang.requests.pop()
     with (
         stage.client(key) as client,
-        client.responses.create(model="m", stream=True, **asked) as stream,
+        client.responses.create(model="m", stream=True, **options) as stream,
     ):
         events = {event.type: event for event in stream}
-    done: Any = events["response.custom_tool_call_input.done"]
+    end: Any = events["response.custom_tool_call_input.done"]
     delta: Any = events["response.custom_tool_call_input.delta"]
-    assert done.input == delta.delta == item["input"]
+    assert end.input == delta.delta == item["input"]
 
 
 def build_chat_patch(form: dict[str, str]) -> dict[str, Any]:
-    """The same tool as chat completions have it."""
+    """Build the same tool in the form of chat completions."""
     grammar = {name: value for name, value in form.items() if name != "type"}
     about = {"name": "patch", "description": "Changes files."}
     return {
@@ -311,18 +311,18 @@ def build_chat_patch(form: dict[str, str]) -> dict[str, Any]:
 def test_a_custom_tool_of_a_chat_is_called_with_a_text_and_goes_on(
     stage: Stage, streams: bool
 ) -> None:
-    said = f"{PATCH_CALL}\n{CALL}"
-    key = says(stage, said)
+    text = f"{PATCH_CALL}\n{CALL}"
+    key = says(stage, text)
     tools = [build_chat_patch(LARK), CHAT_TOOL]
     with stage.client(key) as client:
         if streams:
             chunks = client.chat.completions.create(
                 model="m", messages=QUESTION, tools=tools, stream=True
             )
-            given = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
-            custom: Any = given[-1].model_dump(exclude_none=True)
+            parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+            custom: Any = parts[-1].model_dump(exclude_none=True)
             assert custom.pop("index") == 0, "its place among the calls"
-            assert {part.index for part in given[:-1]} == {1}
+            assert {part.index for part in parts[:-1]} == {1}
         else:
             answer = client.chat.completions.create(model="m", messages=QUESTION, tools=tools)
             custom, function = (
@@ -331,24 +331,24 @@ def test_a_custom_tool_of_a_chat_is_called_with_a_text_and_goes_on(
             assert (function["type"], function["function"]["name"]) == ("function", "add")
     assert custom["type"] == "custom"
     assert custom["custom"] == {"name": "patch", "input": "*** Begin\n+a"}
-    told = stage.prompt_of(stage.sglang.requests[-1])
-    assert "Changes files." in told
-    assert "Its input follows this lark grammar" in told
+    prompt = stage.prompt_of(stage.sglang.requests[-1])
+    assert "Changes files." in prompt
+    assert "Its input follows this lark grammar" in prompt
     add = {"id": "call_2", "type": "function",
            "function": {"name": "add", "arguments": '{"x": 3, "y": 4}'}}  # fmt: skip
-    results = [{"role": "tool", "tool_call_id": one, "content": "7"}
-               for one in (custom["id"], "call_2")]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": call_id, "content": "7"}
+               for call_id in (custom["id"], "call_2")]  # fmt: skip
     history = [*QUESTION, {"role": "assistant", "tool_calls": [custom, add]}, *results]
     assert stage.chat(key, history, tools=tools).status_code == 200
-    assert_spliced(stage, said, calls=2)
+    assert_spliced(stage, text, calls=2)
 
 
 def test_a_chat_may_demand_a_custom_tool_whose_input_has_a_form(stage: Stage) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "[a-c]+"}
     chosen = {"type": "custom", "custom": {"name": "patch"}}
     tools = [build_chat_patch(form)]
-    asked = ask(stage, "chat/completions", PATCH_CALL, tools=tools, tool_choice=chosen)
-    assert "[a-c]+" in asked["sampling_params"]["structural_tag"]
+    request = ask(stage, "chat/completions", PATCH_CALL, tools=tools, tool_choice=chosen)
+    assert "[a-c]+" in request["sampling_params"]["structural_tag"]
     wrong = [*QUESTION, {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "custom"}]}]
     refused = stage.chat(says(stage, "x"), wrong, tools=tools)
     assert refused.status_code == 400

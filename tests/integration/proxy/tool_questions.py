@@ -1,4 +1,4 @@
-"""A question with a tool, what the model says to it, and what it then reads."""
+"""Question with a tool, a scripted reply of the model, and checks of the next prompt."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ PARAMETERS = {
 ADD = {"name": "add", "description": "Add two numbers."}
 CHAT_TOOL: Any = {"type": "function", "function": {**ADD, "parameters": PARAMETERS}}
 FUNCTION: Any = {"type": "function", **ADD, "parameters": PARAMETERS, "strict": None}
-"""Of Responses."""
+"""Tool in the form of Responses."""
 TOOL: Any = {**ADD, "input_schema": PARAMETERS}
-"""Of Messages."""
+"""Tool in the form of Messages."""
 QUESTION: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y": 4}}\n</tool_call>'
 THOUGHT = "<think>\nadd them\n</think>\n\n"
@@ -33,26 +33,26 @@ NO_OBJECT = "<tool_call>\n5\n</tool_call>"
 
 
 def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:
-    """Let the model say `text`; the key of a new session."""
+    """Make the model generate `text`, and return the key of a new session."""
     stage.sglang.requests.clear()
     stage.sglang.script = lambda request: Script(text, piece_tokens=piece_tokens)
     stage.sglang.incremental = True
     return stage.open_session(TicketRef(1, 0))[1]
 
 
-def assert_spliced(stage: Stage, said: str, calls: int = 1) -> None:
-    """The last request reads what the model said, token by token, and then how it was answered."""
+def assert_spliced(stage: Stage, reply: str, calls: int = 1) -> None:
+    """Assert that the last request has the reply token by token, then the answer to it."""
     before, after = (request["input_ids"] for request in stage.sglang.requests[-2:])
-    own = stage.tokenizer.encode(said + "<|im_end|>").ids
+    own = stage.tokenizer.encode(reply + "<|im_end|>").ids
     assert after[: len(before) + len(own)] == before + own
     rest = stage.tokenizer.decode(after[len(before) + len(own) :], skip_special_tokens=False)
     tail = "<|im_start|>tool\n7<|im_end|>\n" * calls or "<|im_start|>user\nSure?<|im_end|>\n"
     assert rest == f"\n{tail}<|im_start|>assistant\n"
 
 
-def ask(stage: Stage, route: str, said: str, **more: Any) -> dict[str, Any]:
-    """The request that reaches the model when it is asked with its tool."""
-    key = says(stage, said)
+def ask(stage: Stage, route: str, reply: str, **more: Any) -> dict[str, Any]:
+    """Return the model's request for a question with its tool."""
+    key = says(stage, reply)
     answer = stage.post(f"/v1/{route}", {**ASKED[route], **more}, key)
     assert answer.status_code == 200, answer.text
     (request,) = stage.sglang.requests

@@ -1,4 +1,4 @@
-"""`python perform.py REPORT`: run code blocks as a reader would, in an agents' environment.
+"""Run code blocks as a reader would: `python perform.py REPORT` in an agents' environment.
 
 Reads an `Order` as `play.py` does; writes, for each block by its key, how it failed ("" for not at
 all). Blocks of one document share their names, as the guide builds up.
@@ -41,7 +41,7 @@ class Part(msgspec.Struct):
 
 
 class Order(Place):
-    """Blocks, and whom they talk to."""
+    """Blocks, and the engine that they call."""
 
     engine: str
     model_dir: str
@@ -50,13 +50,13 @@ class Order(Place):
 
 
 class ModelFolder(str):
-    """A model's directory, where transformers is not installed: our client reads the rest."""
+    """Model directory where transformers is not installed; our client reads the rest."""
 
     pad_token_id, eos_token_id = 0, 2
 
 
 class Reader:
-    """Gives blocks what their guides take for granted."""
+    """Namespace of the names that guides take for granted."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -76,11 +76,11 @@ class Reader:
         }
 
     async def episode(self, workflow: Any) -> float:
-        """One episode at the proxy, as a driver runs it; the reward."""
+        """Play one episode at the proxy as a driver does, and return the reward."""
         return await self._play(load_agent(workflow, {}))
 
     async def subproc_episode(self, workflow: Any) -> float:
-        """The same in a process of its own."""
+        """Play the same episode in a separate process."""
         folder = RunPaths(Path(self._order.run_dir)).agent_dir
         sys.path.insert(0, str(folder))
         saved = save_agent_as_module(workflow, {}, folder, (), imports_areal_names=True)
@@ -109,7 +109,7 @@ async def execute(text: str, names: dict[str, Any], where: str) -> None:
 
 
 async def perform(order: Order) -> dict[str, str]:
-    """How each block failed."""
+    """Run each block and return its failure."""
     reader = Reader(order)
     documents: dict[str, dict[str, Any]] = {}
     report = {}
@@ -123,7 +123,7 @@ async def perform(order: Order) -> dict[str, str]:
                     (part.after, "after"),
                 ):
                     await execute(text, names, where)
-        except Exception:  # whatever it raises is the report
+        except Exception:  # the report holds any error
             report[part.key] = traceback.format_exc()[-2500:]
         else:
             report[part.key] = ""

@@ -1,4 +1,4 @@
-"""Every Python block of AReaL's guides that stands alone, on the real stack."""
+"""Every self-contained Python block of AReaL's guides runs on the real stack."""
 
 from functools import cache
 from pathlib import Path
@@ -11,18 +11,18 @@ from tests.support.documents import AGENTS, FRAMEWORKS, SCENES, blocks
 from tests.support.thoroughness import choose
 
 FIRST_TICKETS = {"main": 100_000, "camel": 101_000}
-"""By environment, away from those of the folder above. They decide what the model samples, so
-they must not depend on the order of tests."""
+"""First tickets by environment, away from those of the folder above. Tickets decide the samples of
+the model, so they must not depend on the order of tests."""
 
 
 @cache
 def performed(environment: str, theatre: Theatre) -> dict[str, str]:
-    """How the blocks of an environment went; all of them share one process."""
+    """Run the blocks of an environment in one process and return their failures."""
     scenes = [(block, SCENES[block.key]) for block in blocks() if block.key in SCENES]
     parts = [
-        {"key": block.key, "before": one.before, "text": one.text_of(block), "after": one.after}
-        for block, one in scenes
-        if one.environment == environment
+        {"key": block.key, "before": page.before, "text": page.text_of(block), "after": page.after}
+        for block, page in scenes
+        if page.environment == environment
     ]
     order = {
         "engine": theatre.url,
