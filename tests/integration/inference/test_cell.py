@@ -25,7 +25,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
 
 @pytest.fixture
 def before(cell: Cell) -> ReplicaView:
-    """Of the cell's replica, once it is up."""
+    """Return the view of the cell's replica, once it runs."""
     return cell.await_replica(lambda view: view.state in ("ready", "serving"))
 
 
@@ -93,7 +93,7 @@ def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaV
 def test_a_hung_scheduler_is_replaced_and_a_job_that_ends_leaves_no_process(
     cell: Cell, before: ReplicaView
 ) -> None:
-    """Killed when the new server has forked all its processes; told to stop when it has begun."""
+    """The server is killed after its forks, and the job is stopped after its start."""
     cell.scheduler().suspend()
     cell.await_replica(lambda view: view.incarnation > before.incarnation)
     assert (
@@ -129,7 +129,7 @@ CLOSED_ROUTES = {
     "abort_request": {"abort_all": True},
     "generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
 }
-"""What a stranger on the node could ask of a server without keys."""
+"""Requests that a stranger on the node could send to a server without keys."""
 
 
 def test_strangers_on_the_node_get_nothing_of_a_server(cell: Cell, before: ReplicaView) -> None:
@@ -150,8 +150,8 @@ def test_keys_of_a_server_are_in_no_command_line_environment_or_log(
     keys = (before.keys.api, before.keys.admin)
     assert min(map(len, keys)) >= 32
     shown = [
-        *(" ".join(one.cmdline()) for one in cell.engine_processes()),
-        *(str(one.environ()) for one in cell.engine_processes()),
+        *(" ".join(process.cmdline()) for process in cell.engine_processes()),
+        *(str(process.environ()) for process in cell.engine_processes()),
         *(path.read_text(errors="replace") for path in cell.paths.root.rglob("*.log")),
     ]
     assert any("(hidden)" in text for text in shown), "SGLang logs its arguments"

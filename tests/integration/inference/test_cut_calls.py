@@ -1,4 +1,4 @@
-"""A call that a limit cut is text: every parser of SGLang, every beginning of its format."""
+"""A call that a limit cut stays text, for every parser of SGLang and every prefix of its format."""
 
 import json
 import subprocess
@@ -145,7 +145,7 @@ REPLIES = {
     "step3p5": _CODER,
     "trinity": '<tool_call>\n{"name": "bash", "arguments": ' + _JSON + "}\n</tool_call>",
 }
-"""A call by each parser that has a format of its own."""
+"""Sample call of each parser that has a format of its own."""
 ALIASES = {"glm": "glm45", "qwen": "qwen25"}
 WITHOUT_END = {"beam", "gigachat3"}
 """Formats in which the parser takes a whole call and the beginning of another for text."""
@@ -153,10 +153,10 @@ NEEDS_MODELS_TEMPLATE = {"response_template"}
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[list[str], dict[str, dict[str, object]]]:
-    """SGLang's parsers, and what they make of the replies, from its own Python."""
+def results() -> tuple[list[str], dict[str, dict[str, object]]]:
+    """Run SGLang's Python on the replies, and return its parsers and their results."""
     program = [str(python_of("serve")), "-m", PROGRAM]
-    done = subprocess.run(
+    ended = subprocess.run(
         program,
         cwd=CHECKOUT,
         input=json.dumps(REPLIES),
@@ -164,18 +164,18 @@ def found() -> tuple[list[str], dict[str, dict[str, object]]]:
         text=True,
         check=True,
     )
-    known, judged = json.loads(done.stdout.splitlines()[-1])
-    return known, judged
+    names, judged = json.loads(ended.stdout.splitlines()[-1])
+    return names, judged
 
 
-def test_every_parser_is_asked(found: tuple[list[str], object]) -> None:
-    assert {*found[0]} == {*REPLIES, *ALIASES, *NEEDS_MODELS_TEMPLATE}
+def test_every_parser_is_asked(results: tuple[list[str], object]) -> None:
+    assert {*results[0]} == {*REPLIES, *ALIASES, *NEEDS_MODELS_TEMPLATE}
 
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_the_beginning_of_a_call_is_text_and_loses_nothing(
-    found: tuple[object, dict[str, dict[str, object]]], name: str
+    results: tuple[object, dict[str, dict[str, object]]], name: str
 ) -> None:
     call = ["bash", ARGUMENTS]
     then_cut = [] if name in WITHOUT_END else [call]
-    assert found[1][name] == {"whole": [call], "changed": [], "lost": [], "then_cut": then_cut}
+    assert results[1][name] == {"whole": [call], "changed": [], "lost": [], "then_cut": then_cut}

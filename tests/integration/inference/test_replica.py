@@ -1,4 +1,4 @@
-"""The life of a replica, of one node and of two, with small programs in the place of SGLang."""
+"""Replicas of one node and of two start, fail and restart, with small programs as SGLang."""
 
 import json
 import os
@@ -65,7 +65,7 @@ FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "POST_STATUS": 200
 
 
 def server(before: str = "", **facts: float) -> BuildCommand:
-    """One that answers like SGLang where its cell looks, and does something `before`."""
+    """Build a server that answers as SGLang does to its cell, after the code `before`."""
     lines = (f"{name} = {value}\n" for name, value in (FACTS | facts).items())
     return program(before + "".join(lines) + SERVER)
 
@@ -87,7 +87,7 @@ def make_replica(
     healthy_s: float = 600,
     **timeouts: float,
 ) -> Replica:
-    """The first of `cell-0`, which logs in a folder; not started. Timeouts may be of any length."""
+    """Make the first replica of `cell-0`, which logs in a folder, with timeouts of any length."""
     config = InferenceConfig(tp=nodes, nodes_per_replica=nodes)
     return Replica(
         0,
@@ -102,7 +102,7 @@ def make_replica(
 
 @contextmanager
 def control_proxy(replica: Replica, folder: Path) -> Iterator[ControlProxyServer]:
-    """The control proxy of a cell of one replica, whose weights are in `folder`/weights."""
+    """Start the control proxy of a cell of one replica, whose weights are in `folder`/weights."""
     app = ControlProxyApp("cell-0", [replica], KEY, folder / "weights")
     key_file = folder / "services.pem"
     key_file.write_text(KEY)
@@ -117,7 +117,7 @@ def control_proxy(replica: Replica, folder: Path) -> Iterator[ControlProxyServer
 def call(
     proxy: ControlProxyServer, route: str, body: object = None, timeout_s: float | None = None
 ) -> httpx.Response:
-    """One call, as the trainer makes it to the first incarnation."""
+    """Send one request, as the trainer does to the first incarnation."""
     headers = {
         "x-areal-incarnation": "1",
         "x-areal-generation": "1",
@@ -158,14 +158,14 @@ Make = Callable[..., Replica]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Replica] = []
+    replicas: list[Replica] = []
 
     def make(launch: BuildCommand, **options: Any) -> Replica:
-        made.append(make_replica(tmp_path, launch, **options))
-        return made[-1]
+        replicas.append(make_replica(tmp_path, launch, **options))
+        return replicas[-1]
 
     yield make
-    for replica in made:
+    for replica in replicas:
         replica.request_stop()
         replica.kill()
 
@@ -188,7 +188,7 @@ def test_only_lost_schedulers_replace_the_server_and_old_crashes_pass(make: Make
         tick_for(replica, 0.6)
         view = replica.build_view()
         assert (view.incarnation, view.state, view.version) == (incarnation, "ready", "")
-        (child,) = (one for one in schedulers() if one not in others)
+        (child,) = (scheduler for scheduler in schedulers() if scheduler not in others)
         child.kill()
         tick_until(replica, lambda view: view.state == "starting")
     assert tick_until(make(server()), is_ready).incarnation == 4, "the next job goes on counting"
@@ -203,19 +203,19 @@ with open({str(notes)!r}, "a") as notes:
 """
     replica = make(server(litter))
     tick_until(replica, is_ready)
-    left = Path(notes.read_text().strip())
-    assert left.exists()
+    folder = Path(notes.read_text().strip())
+    assert folder.exists()
     replica.request_stop()
     replica.kill()
-    assert not left.parent.exists()
+    assert not folder.parent.exists()
 
 
 @pytest.mark.parametrize("then", ["raise SystemExit(3)", "import time; time.sleep(600)"])
 def test_a_taken_port_is_no_crash(make: Make, then: str) -> None:
-    taken = f"print('[Errno 98] ... address already in use', flush=True); {then}"
+    text = f"print('[Errno 98] ... address already in use', flush=True); {then}"
 
     def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
-        return (program(taken) if incarnation < 3 else server())(incarnation, ports)
+        return (program(text) if incarnation < 3 else server())(incarnation, ports)
 
     replica = make(launch, max_restarts=0)
     assert tick_until(replica, is_ready).incarnation == 3
@@ -229,7 +229,7 @@ def test_a_start_that_ends_twice_by_the_same_mistake_is_not_repeated(make: Make)
 
 
 class Stranger(JsonHandler):
-    """Has taken the port, and says yes to all."""
+    """Server that has taken the port, and answers every request with success."""
 
     asked = 0
 
@@ -362,8 +362,8 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
         load.raise_for_status()
         # A thread writes the log: it may lag behind the answer.
         wait_for(lambda: "asked /update_weights_from_disk" in log.read_text())
-        *_, asked = [line for line in log.read_text().splitlines() if line.startswith("asked")]
-        _, _, body = asked.split(" ", 2)
+        *_, line = [line for line in log.read_text().splitlines() if line.startswith("asked")]
+        _, _, body = line.split(" ", 2)
         assert json.loads(body)["model_path"] == str(weights)
         assert json.loads(body)["weight_version"] == "1.3"
         call(proxy, "replicas/0/continue_generation")
@@ -381,7 +381,7 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
 def test_the_next_start_removes_shared_memory_that_nobody_uses(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a server left that ended by force; files in use, or of others, stay."""
+    """A killed server's files go; files in use, or of others, stay."""
     # In a folder of its own: replicas of tests beside this one remove such files, too.
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     monkeypatch.setattr(node_files, "SHARED_MEMORY_DIR", folder)
@@ -440,7 +440,7 @@ class Pair:
 
     def running(self) -> list[psutil.Process]:
         children = psutil.Process().children(recursive=True)
-        return [one for one in children if command_of(one)[2:] and PART in command_of(one)[2]]
+        return [part for part in children if command_of(part)[2:] and PART in command_of(part)[2]]
 
     def close(self) -> None:
         self.worker.stop_part_for_good()

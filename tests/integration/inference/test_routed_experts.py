@@ -1,4 +1,4 @@
-"""The experts that a real SGLang says its tokens visited, against those of transformers."""
+"""A real SGLang reports the experts of its tokens as transformers computes them."""
 
 import base64
 import json
@@ -39,13 +39,13 @@ def make_tiny_mixture(folder: Path, seed: int = 4) -> None:
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
 
 
-PROMPT = [int(one) for one in np.random.default_rng(2).integers(3, 250, 40)]
+PROMPT = [int(token_id) for token_id in np.random.default_rng(2).integers(3, 250, 40)]
 Routes = npt.NDArray[np.int64]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random mixture, and the same with other routers."""
+    """Make a random mixture, and the same with other routers."""
     first, second = (tmp_path_factory.mktemp("models") / name for name in ("first", "second"))
     make_tiny_mixture(first)
     shutil.copytree(first, second)
@@ -61,8 +61,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def url(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log_path = tmp_path_factory.mktemp("sglang") / "log"
-    with serving(models[0], log_path, "--enable-return-routed-experts") as found:
-        yield found
+    with serving(models[0], log_path, "--enable-return-routed-experts") as address:
+        yield address
 
 
 def post(url: str, route: str, body: dict[str, Any]) -> Any:
@@ -110,13 +110,13 @@ def routes_of(model_dir: Path, ids: list[int]) -> Routes:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
-    chosen = [torch.topk(one.view(len(ids), -1), MIXTURE.per_token).indices for one in logits]
+    chosen = [torch.topk(layer.view(len(ids), -1), MIXTURE.per_token).indices for layer in logits]
     return torch.stack(chosen, 1).numpy()
 
 
 def load(url: str, model: Path, version: str) -> None:
-    given = {"model_path": str(model), "weight_version": version}
-    post(url, "update_weights_from_disk", given)
+    body = {"model_path": str(model), "weight_version": version}
+    post(url, "update_weights_from_disk", body)
 
 
 def test_prompt_and_reply_come_with_their_experts_from_the_cache_too(
@@ -130,7 +130,7 @@ def test_prompt_and_reply_come_with_their_experts_from_the_cache_too(
         assert start == 0 or reply["meta_info"]["cached_tokens"] == len(PROMPT) - 1
     reply = generate(url, PROMPT, 5)
     longer = PROMPT + reply["output_ids"] + [5, 6, 7]
-    start = len(longer) - 4  # the last token that was sampled has been in no pass before
+    start = len(longer) - 4  # the last sampled token has been in no pass before
     reply = generate(url, longer, 3, start)
     assert reply["meta_info"]["cached_tokens"] >= start
     assert np.array_equal(
@@ -154,9 +154,9 @@ def test_a_retracted_request_keeps_the_experts_that_sampled_its_tokens(
     spans = events[-1]["meta_info"]["weight_versions"]
     assert len(spans) == 2, spans
     cut = 20 + spans[0]["end"] - 1
-    ids = PROMPT[:20] + [one for event in events for one in event["output_ids"]]
-    found = routes_in(events[-1])
+    ids = PROMPT[:20] + [token_id for event in events for token_id in event["output_ids"]]
+    routes = routes_in(events[-1])
     old, new = (routes_of(model, ids)[:-1] for model in models)
-    assert np.array_equal(found[:cut], old[:cut])
-    assert np.array_equal(found[cut:], new[cut:])
+    assert np.array_equal(routes[:cut], old[:cut])
+    assert np.array_equal(routes[cut:], new[cut:])
     assert not np.array_equal(old[:cut], new[:cut])

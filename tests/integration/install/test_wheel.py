@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, and extras that resolve for every Python."""
+"""The wheel works in an environment of its own, and its extras resolve for every Python."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def list_tracked_files(*paths: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves a folder `build` where it builds, and takes it along."""
+    """Build the wheel from a copy, as setuptools would package its own folder `build`."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in list_tracked_files(*BUILT_FROM):
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -58,13 +58,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a program of an environment that has the wheel, in a folder that has nothing."""
+    """Return a runner of an environment with the wheel, in an empty folder."""
     root, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
     said_by(run_program(find_uv(), "venv", "--quiet", "--python", sys.executable, root))
     python = root / "bin" / "python"
     said_by(run_program(find_uv(), "pip", "install", "--quiet", "--python", python, wheel))
-    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
-    environ = {**kept, "PATH": str(root / "bin")}
+    base = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+    environ = {**base, "PATH": str(root / "bin")}
 
     def run(*words: object, below: str = ".") -> subprocess.CompletedProcess[str]:
         (folder / below).mkdir(exist_ok=True)
@@ -90,14 +90,14 @@ def test_a_project_is_begun_and_planned_without_a_checkout(run_installed: Run) -
     assert said_by(run_installed("areal-hpc", "--version")).strip() == TAG.removeprefix("v")
     lines = said_by(run_installed("areal-hpc", "recipes")).splitlines()[1:]
     assert [line.split()[0] for line in lines] == list(list_shipped_recipes())
-    said = said_by(run_installed("areal-hpc", "init", "own"))
-    assert 'pip install "areal-hpc[main]"' in said
-    assert 'pip install "areal-hpc[serve]"' in said
+    output = said_by(run_installed("areal-hpc", "init", "own"))
+    assert 'pip install "areal-hpc[main]"' in output
+    assert 'pip install "areal-hpc[serve]"' in output
     assert "job trainer: " in said_by(
         run_installed("areal-hpc", "plan", "my_recipe.yaml", below="own")
     )
-    said = said_by(run_installed("areal-hpc", "init", "like", "--like", "variants/ppo"))
-    assert "wrote    like/quickstart/agent.py\n" in said
+    output = said_by(run_installed("areal-hpc", "init", "like", "--like", "variants/ppo"))
+    assert "wrote    like/quickstart/agent.py\n" in output
     imported = "import areal_hpc; print(areal_hpc.load_recipe('quickstart').trial_name)"
     assert said_by(run_installed("python", "-c", imported)) == "demo\n"
     called = "from quickstart.task import train_tasks; print(next(iter(train_tasks(9, 1, 5))))"
@@ -129,20 +129,20 @@ PLATFORMS = [
 ]
 LOCK = tomllib.loads((CHECKOUT / "uv.lock").read_text())
 PACKAGES: dict[tuple[str, str], dict[str, Any]] = {
-    (one["name"], one["version"]): one for one in LOCK["package"] if "version" in one
+    (entry["name"], entry["version"]): entry for entry in LOCK["package"] if "version" in entry
 }
 
 
 @cache
 def export_pins(extra: str) -> list[str]:
-    """Lines of an extra in uv.lock, each with a marker that says for whom."""
+    """Export lines of an extra in uv.lock, each with a marker for its platforms."""
     options = ("--frozen", "--offline", "--quiet", "--no-hashes", "--no-annotate", "--no-header")
     exported = run_program(find_uv(), "export", *options, "--no-emit-project", "--extra", extra)
     return said_by(exported).splitlines()
 
 
 def resolve(extra: str, python: str) -> dict[str, str]:
-    """Package -> version of an extra for a Python on Linux, from uv.lock alone."""
+    """Return package -> version of an extra for a Python on Linux, from uv.lock alone."""
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",
@@ -152,13 +152,13 @@ def resolve(extra: str, python: str) -> dict[str, str]:
         "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for line in export_pins(extra):
         pin, _, marker = line.partition(" ; ")
         if not marker or Marker(marker).evaluate({**environment, "extra": ""}):
             name, version = pin.split("==")
-            assert found.setdefault(name, version) == version, f"{name} twice"
-    return found
+            assert versions.setdefault(name, version) == version, f"{name} twice"
+    return versions
 
 
 def list_tags(python: str) -> set[Tag]:
@@ -172,7 +172,7 @@ def list_tags(python: str) -> set[Tag]:
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_resolves_and_has_a_file_for_each_python(extra: str, python: str) -> None:
-    """That the lock fits pyproject.toml is tested in tests/contract; here nothing is downloaded."""
+    """A test of tests/contract compares lock and pyproject.toml; this one downloads nothing."""
     resolved = resolve(extra, python)
     for wanted in map(Requirement, [*PROJECT["dependencies"], *EXTRAS[extra]]):
         version = resolved[normalize_name(wanted.name)]
@@ -181,7 +181,7 @@ def test_an_extra_resolves_and_has_a_file_for_each_python(extra: str, python: st
     missing = []
     for name, version in resolved.items():
         package = PACKAGES[name, version]
-        wheels = [one["url"].rpartition("/")[2] for one in package.get("wheels", ())]
+        wheels = [wheel["url"].rpartition("/")[2] for wheel in package.get("wheels", ())]
         fits = any(parse_wheel_filename(wheel.replace("%2B", "+"))[3] & tags for wheel in wheels)
         if not fits and "sdist" not in package:
             missing.append(f"{name} {version}")
@@ -190,7 +190,7 @@ def test_an_extra_resolves_and_has_a_file_for_each_python(extra: str, python: st
 
 def test_the_lock_is_for_every_python_that_the_package_names() -> None:
     assert LOCK["requires-python"].replace(" ", "") in (">=3.11,<3.14", ">=3.11,<3.14.dev0")
-    named = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one]
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
     assert tuple(named) == PYTHONS
 
 

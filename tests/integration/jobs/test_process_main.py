@@ -1,4 +1,4 @@
-"""The main of every process of a job, in a process, and the processes below one."""
+"""A job's process raises its limit of open files, reports its error, and finds its descendants."""
 
 import json
 import os
@@ -28,7 +28,7 @@ LOW = 200
 
 
 def write_limit(config: dict[str, Any]) -> None:
-    """What the process under test does."""
+    """Write the open-file limit of the process under test."""
     Path(config["out"]).write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
 
 
@@ -45,7 +45,7 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
 
 
 def lose_peer(config: dict[str, Any]) -> None:
-    """What a rank under test does."""
+    """Lose a peer, as a rank under test."""
     raise LostTrainerRankError("another trainer rank disappeared: Connection closed by peer")
 
 
@@ -62,7 +62,7 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("caught", "told"),
+    ("caught", "expected"),
     [
         (ClusterError("a"), "a"),
         (ExceptionGroup("", [ExceptionGroup("", [ClusterError("a"), ClusterError("b")])]), "a"),
@@ -79,10 +79,10 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
     ],
 )
 def test_tasks_that_failed_at_once_are_told_as_one_error(
-    caught: Exception, told: str | None
+    caught: Exception, expected: str | None
 ) -> None:
-    found = select_error_to_report(caught)
-    assert (str(found) if isinstance(found, ArealError) else None) == told
+    error = select_error_to_report(caught)
+    assert (str(error) if isinstance(error, ArealError) else None) == expected
 
 
 DEEP = """
@@ -109,5 +109,5 @@ print(len(found), found[0] == first)
 
 def test_a_deep_chain_of_processes_is_found() -> None:
     command = [sys.executable, "-c", DEEP]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
-    assert told.stdout == "120 True\n", told.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    assert result.stdout == "120 True\n", result.stderr

@@ -1,4 +1,4 @@
-"""Real processes under a real submitit job, forked and not: restarts, stops, none left behind."""
+"""Real processes of a real submitit job, forked or not, restart and stop, and none survives."""
 
 import fcntl
 import json
@@ -207,8 +207,8 @@ def test_killing_the_supervisor_leaves_no_process(folder: Path, submit: Submit) 
 
 def test_the_job_stops_when_the_launcher_vanishes(folder: Path, submit: Submit) -> None:
     lock = folder / "lock"
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         job = submit(actor(folder, "w", "wait"), launcher_lock=str(lock))
         (pid,) = pids_in(folder / "w.txt")
         time.sleep(0.5)
@@ -282,7 +282,7 @@ def fail_always(config):
 
 
 class ForkedJob:
-    """A job of tasks that each have one forked process."""
+    """Job of tasks that each have one forked process."""
 
     def __init__(self, folder: Path, function: str, tasks: int, **options: object) -> None:
         self.folder = folder
@@ -307,7 +307,7 @@ class ForkedJob:
         return self._words.read_text().splitlines() if self._words.exists() else []
 
     def starts(self) -> list[tuple[int, ...]]:
-        """Task, process, its parent and whoever imported its module, of every start."""
+        """Return task, process, parent and importer of the module for every start."""
         rows = [word.split() for word in self.words() if word[0].isdigit()]
         return [tuple(map(int, row)) for row in rows]
 
@@ -323,13 +323,13 @@ class ForkedJob:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("logs/job/*.log")))
 
     def died(self) -> list[int]:
-        """Exit codes of the processes that were the cause of something."""
+        """Return the exit codes of the processes that caused a failure."""
         rows = read_readable_records(self.folder / "events.jsonl")
         return [row["exit_code"] for row in rows if row["event"] == "process_exited"]
 
 
 class Jobs:
-    """Starts jobs, which end with the test."""
+    """Starter of jobs that end with the test."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -372,7 +372,7 @@ def test_a_stop_reaches_the_process_and_nothing_is_left(jobs: Jobs) -> None:
     own, servers = map(command_of, processes)
     assert own[1:4] == ["-m", "areal_hpc.jobs.processes.process_main", "entries:wait"]
     assert "areal_hpc.jobs.processes.fork_server" in servers
-    os.kill(server, signal.SIGTERM)  # as Slurm tells every process of a step: not for the server
+    os.kill(server, signal.SIGTERM)  # as Slurm signals every process of a step
     stop_jobs([job.handle], 10.0)
     assert job.words()[1:] == [f"stopped {pid}"]
     assert alive(processes) == []
@@ -411,11 +411,11 @@ def test_where_fork_is_unsafe_the_process_is_executed(jobs: Jobs, tmp_path: Path
 def test_the_death_of_one_rank_starts_all_again_and_is_counted_once(jobs: Jobs) -> None:
     job = jobs.submit("fail_once", tasks=3, restarts=1, is_rank=True)
     exits = job.await_exits()
-    assert [one.exit_code for one in exits] == [0, 0, 0], job.logs()
+    assert [end.exit_code for end in exits] == [0, 0, 0], job.logs()
     starts = job.starts()
     assert sorted(task for task, *_ in starts) == [0, 0, 1, 1, 2, 2]
     assert len({server for _, _, server, _ in starts}) == 3, "a fork server a task"
-    # Task 0 had ended first, but only because of task 1.
+    # Task 0 ended first, but only because of task 1.
     assert job.died() == [128 + signal.SIGKILL]
     (event,) = (
         row
@@ -428,7 +428,7 @@ def test_the_death_of_one_rank_starts_all_again_and_is_counted_once(jobs: Jobs) 
 def test_ranks_that_get_no_further_end_the_job_with_the_cause(jobs: Jobs) -> None:
     job = jobs.submit("fail_always", tasks=2, restarts=2, is_rank=True)
     exits = job.await_exits()
-    assert [one.exit_code for one in exits] == [STOPPED_EXIT_CODE, 128 + signal.SIGKILL]
+    assert [end.exit_code for end in exits] == [STOPPED_EXIT_CODE, 128 + signal.SIGKILL]
     assert [task for task, *_ in job.starts()].count(1) == 3
     assert job.died() == [128 + signal.SIGKILL] * 3
 

@@ -1,4 +1,4 @@
-"""A real ledger process that tests can kill and start again on the same run directory."""
+"""Real ledger process that tests can kill and start again on the same run directory."""
 
 import http.client
 import multiprocessing
@@ -47,7 +47,7 @@ from tests.support.role_recipe import write_role_recipe
 Reply = TypeVar("Reply")
 
 PATIENCE_S = scaled(60.0)
-"""What does not happen in such a time never will."""
+"""Time after which a missing event counts as never."""
 PROCESSES = multiprocessing.get_context("forkserver")
 """Every start of a ledger is a process of its own, without the second that its imports take."""
 PROCESSES.set_forkserver_preload(["areal_hpc.ledger.job"])
@@ -68,7 +68,7 @@ RECIPE_KEYS = {
 def config_of(
     run_dir: Path, *, sets: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """What a ledger is started with, and its recipe: a small synchronous run, but for `settings`.
+    """Return a ledger's configuration and its recipe: a small synchronous run, but for `settings`.
 
     `sets` are evaluation sets by name, of 5 tasks unless they say `there_are`.
     """
@@ -78,20 +78,20 @@ def config_of(
         recipe[section][name] = settings.pop(name, default)
     held_out = {
         name: {"dataset": {"path": "tasks.jsonl"}}
-        | {key: value for key, value in one.items() if key != "there_are"}
-        for name, one in sets.items()
+        | {key: value for key, value in spec.items() if key != "there_are"}
+        for name, spec in sets.items()
     }
     write_role_recipe(RunPaths(run_dir), seed=7, evaluation={"sets": held_out}, **recipe)
     return {
         "run_dir": str(run_dir),
         "n_train_tasks": 10,
-        "tasks_by_evaluation_set": {name: one.get("there_are", 5) for name, one in sets.items()},
+        "tasks_by_evaluation_set": {name: spec.get("there_are", 5) for name, spec in sets.items()},
         **settings,
     }
 
 
 class LedgerProcess:
-    """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
+    """Process of `areal_hpc.ledger.job:run`, called as drivers, proxies and trainers do."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
         self.paths = RunPaths(run_dir)
@@ -161,7 +161,7 @@ class LedgerProcess:
         return self.threads.submit(self.call, route, request, reply)
 
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
-        """A call that waits at the ledger on return; its answer comes by this connection."""
+        """Return a call that waits at the ledger; its answer comes by this connection."""
         connection = http.client.HTTPSConnection(
             urlsplit(self.url).netloc,
             timeout=PATIENCE_S,
@@ -173,7 +173,7 @@ class LedgerProcess:
         return connection
 
     def catch_up(self) -> None:
-        """Return when the ledger has read all that came before, the end of connections included."""
+        """Return when the ledger has read all earlier requests, the end of connections included."""
         for _ in range(2):
             self.status()
 
@@ -195,7 +195,7 @@ class LedgerProcess:
         return self.call("/lease", request, LeaseReply)
 
     def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:
-        """What a cell gets that asks again, as cells do, while there is nothing for it."""
+        """Ask again as cells do while there is nothing for them, and return the grants."""
         deadline = Deadline(60.0)
         while not (granted := self.lease(cell, tickets, wait_s=1.0).grants):
             assert not deadline.is_over(), "nothing is granted"
@@ -204,7 +204,7 @@ class LedgerProcess:
     def seal(
         self, refs: list[TicketRef], cell: str = "cell-0", oldest_version: int = NO_VERSION
     ) -> list[SealedTicket]:
-        """What a proxy does before it settles: a shard with an index line."""
+        """Write a shard with an index line, as a proxy does before it settles."""
         name = f"{cell}-{self.shards:06d}.h5"
         self.shards += 1
         tickets = [
@@ -216,7 +216,7 @@ class LedgerProcess:
         return shard.list_sealed_tickets()
 
     def settle(self, tickets: list[SealedTicket], cell: str = "cell-0") -> None:
-        shards = dict.fromkeys(one.shard for one in tickets)
+        shards = dict.fromkeys(ticket.shard for ticket in tickets)
         self.order("/settle", SettleShardsRequest(cell, [*shards]))
 
     def report(self, ref: TicketRef, *rewards: float) -> None:
@@ -240,7 +240,7 @@ class LedgerProcess:
         return self.call("/batch", BatchRequest(generation, step, wait_s), BatchReply)
 
     def form_batch(self, step: int) -> BatchManifest:
-        """The batch of whatever is granted, sealed and settled."""
+        """Form the batch of all granted, sealed and settled tickets."""
         self.settle(self.seal([grant.ref for grant in self.grants()]))
         manifest = self.batch(step).manifest
         assert manifest is not None
@@ -254,7 +254,7 @@ class LedgerProcess:
         return self.call("/evaluate", request, EvaluateReply)
 
     def get_reward(self, step: int, n_tasks: int, generation: int = 1) -> float | None:
-        """Mean reward of the set `valid`; None while some of its tasks are not done."""
+        """Return the mean reward of the set `valid`, or None before all its tasks are done."""
         row = self.evaluate(step, n_tasks, generation).metrics
         return None if row is None else row[VALIDATION_REWARD_METRIC]
 
@@ -266,4 +266,4 @@ class LedgerProcess:
 
 
 StartLedger = Callable[..., LedgerProcess]
-"""Starts one with the settings given; it ends with the test."""
+"""Starter of a ledger with the given settings, which ends with the test."""

@@ -1,4 +1,4 @@
-"""kill -9 at every point of a run, its evaluations and its curriculum, over real HTTP and files."""
+"""The ledger survives kill -9 at every point of a run, an evaluation and a curriculum."""
 
 import json
 import os
@@ -37,7 +37,7 @@ SHORT_TIMEOUT_S = scaled(1.5)
 
 
 def test_a_restarted_ledger_grants_only_after_the_trainer_resumes(ledger: LedgerProcess) -> None:
-    """Its last version may be of weights that were never saved. What ran is then issued again."""
+    """Its last version may be of unsaved weights. Tickets in play are then issued again."""
     claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
     ledger.form_batch(1)
@@ -73,7 +73,7 @@ def test_tickets_of_a_silent_cell_are_reissued_and_settle_once(start_ledger: Sta
 
 
 def test_a_ledger_that_stood_still_takes_no_ticket_from_a_cell(start_ledger: StartLedger) -> None:
-    """As when the storage hangs in the middle of a write."""
+    """The storage may hang in the middle of a write."""
     ledger = start_ledger(cell_timeout_s=MAX_GAP_S + scaled(1.0))
     ledger.open_generation()
     refs = [grant.ref for grant in ledger.grants("cell-0")]
@@ -119,7 +119,7 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
 
 
 def test_a_superseded_ledger_cannot_form_a_batch_or_publish(start_ledger: StartLedger) -> None:
-    """The new trainer has its own ledger: this one never hears of it except through the disk."""
+    """The new trainer has its own ledger, and this one learns of it from the disk alone."""
     ledger = start_ledger(total_steps=2, max_head_offpolicyness=1)
     claim_next_number(ledger.paths.generations_dir)
     ledger.open_generation(1)
@@ -225,8 +225,8 @@ def test_an_evaluation_begins_when_the_storage_can_be_read_again(ledger: LedgerP
         ledger.evaluate(0, 1)
     unreadable.rmdir()
     assert ledger.evaluate(0, 1) == EvaluateReply(0, 1)
-    (one,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
-    ledger.report(one, 0.75)
+    (ref,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
+    ledger.report(ref, 0.75)
     assert ledger.get_reward(0, 1) == 0.75
 
 
@@ -272,22 +272,22 @@ def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProces
     assert [(grant.ref.eval_step, grant.n_episodes) for grant in trained] == [(-1, 4), (-1, 4)]
     judged = ledger.lease("evaluation", splits=("valid",)).grants
     assert [(grant.ref.eval_step, grant.task_index) for grant in judged] == [(0, 0), (0, 1), (0, 2)]
-    again = ledger.lease("evaluation", held=[one.ref for one in judged], splits=("valid",))
+    again = ledger.lease("evaluation", held=[grant.ref for grant in judged], splits=("valid",))
     assert again == LeaseReply()
 
 
-@pytest.mark.parametrize(("evaluated_step", "done"), [(0, 2), (-1, 1)])
+@pytest.mark.parametrize(("evaluated_step", "expected_done"), [(0, 2), (-1, 1)])
 def test_episodes_of_an_evaluation_outlive_its_trainer_only_where_the_next_one_says_so(
-    ledger: LedgerProcess, evaluated_step: int, done: int
+    ledger: LedgerProcess, evaluated_step: int, expected_done: int
 ) -> None:
     ledger.open_generation()
     ledger.evaluate(0, 3)
-    first, second, _ = (one.ref for one in ledger.lease(splits=("valid",)).grants)
+    first, second, _ = (grant.ref for grant in ledger.lease(splits=("valid",)).grants)
     ledger.report(first, 1.0)
     ledger.open_generation(2, evaluated_step=evaluated_step)
     ledger.evaluate(0, 3, generation=2)
     ledger.report(second, 1.0)
-    assert ledger.evaluate(0, 3, generation=2) == EvaluateReply(done, 3)
+    assert ledger.evaluate(0, 3, generation=2) == EvaluateReply(expected_done, 3)
 
 
 def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
@@ -299,7 +299,7 @@ def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
     ledger.open_generation()
     assert ledger.evaluate_sets(0, wanted) == EvaluateReply(0, 3)
     grants = ledger.lease(tickets=2, splits=("valid",)).grants
-    ids = [(one.ref.ticket_id, one.task_index, one.n_episodes) for one in grants]
+    ids = [(grant.ref.ticket_id, grant.task_index, grant.n_episodes) for grant in grants]
     assert ids == [(0, 0, 1), (1_000_000, 0, 2), (1_000_001, 1, 2)]
     ledger.report(grants[0].ref, 1.0)
     ledger.report(grants[1].ref, 0.0, 1.0)
@@ -320,9 +320,9 @@ def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
     }
     assert row["evaluation/aime/pass@2_low"] < 0.1
     assert row["evaluation/aime/pass@2_high"] > 0.9
-    kept = json.loads(ledger.paths.evaluation(0, "aime").read_bytes())
-    assert kept["samples"] == [[0.0, 1.0], [0.0, 0.0]]
-    assert kept["failures"] == {"1": "it kept failing"}
+    evaluation = json.loads(ledger.paths.evaluation(0, "aime").read_bytes())
+    assert evaluation["samples"] == [[0.0, 1.0], [0.0, 0.0]]
+    assert evaluation["failures"] == {"1": "it kept failing"}
 
 
 CURRICULUM = {
@@ -331,11 +331,11 @@ CURRICULUM = {
 }
 
 
-def untried(known: dict[str, Any]) -> Any:
-    """Run by the ledger's process: never a task twice."""
-    if not np.isnan(known["reward"]).any():
+def untried(history: dict[str, Any]) -> Any:
+    """Select a task for the ledger's process, never the same one twice."""
+    if not np.isnan(history["reward"]).any():
         raise RuntimeError("all were tried")
-    return np.isnan(known["reward"])
+    return np.isnan(history["reward"])
 
 
 def test_groups_that_are_over_decide_what_is_drawn_next(start_ledger: StartLedger) -> None:

@@ -1,4 +1,4 @@
-"""The ledger's HTTP face: waiting, refusing, stopping, what is dropped or set aside for good."""
+"""The ledger's HTTP service waits, refuses, stops, and drops or sets aside tickets for good."""
 
 import time
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ from tests.support.deadlines import scaled
 from tests.support.service_keys import OTHER_SERVICE_KEY
 
 WAIT_S = scaled(50.0)
-"""What waits ends after so long without news."""
+"""Time without news after which a wait ends."""
 PROMPT_S = scaled(20.0)
-"""With news it ends within this on any machine; on an idle one in 1-3 ms."""
+"""Time within which a wait with news ends on any machine; on an idle one in 1-3 ms."""
 RARE_SWEEPS = {"cell_timeout_s": 3000.0}
-"""Sweeps wake those who wait, too: here every 100 s, so that the news alone can have done it."""
+"""Sweeps wake waiting calls too, so they come every 100 s here, and the news alone wakes calls."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def ledger(start_ledger: StartLedger) -> LedgerProcess:
 
 @pytest.fixture(scope="module")
 def idle_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
-    """For requests that change nothing."""
+    """Start a ledger for requests that change nothing."""
     with LedgerProcess(tmp_path_factory.mktemp("idle")) as process:
         yield process
 
@@ -229,7 +229,7 @@ def dropping_ledger(start_ledger: StartLedger) -> LedgerProcess:
 
 
 def sealed(dropping_ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SealedTicket]:
-    """Sealed and settled, sampled by the weights of `step`."""
+    """Seal and settle tickets, sampled by the weights of `step`."""
     tickets = dropping_ledger.seal(refs, oldest_version=WeightVersion(1, step).packed)
     dropping_ledger.settle(tickets)
     return tickets
@@ -242,7 +242,7 @@ def test_a_stale_ticket_is_dropped_for_good_though_the_ledger_dies(
     sealed(dropping_ledger, quick, 0)
     assert dropping_ledger.batch(1).manifest is not None
     dropping_ledger.publish(1)
-    sealed(dropping_ledger, [one.ref for one in dropping_ledger.grants("cell-1", tickets=2)], 1)
+    sealed(dropping_ledger, [grant.ref for grant in dropping_ledger.grants("cell-1", tickets=2)], 1)
     assert dropping_ledger.batch(2).manifest is not None
     dropping_ledger.publish(2)
     too_old = sealed(dropping_ledger, [slow], 0)
@@ -252,8 +252,8 @@ def test_a_stale_ticket_is_dropped_for_good_though_the_ledger_dies(
     dropping_ledger.restart(cell_timeout_s=scaled(1.5))
     dropping_ledger.settle(too_old)
     assert dropping_ledger.batch(3).settled == 0
-    new = [one.ref for one in dropping_ledger.grants("cell-1", tickets=2)]
-    assert slow.ticket_id not in {one.ticket_id for one in new}
+    new = [grant.ref for grant in dropping_ledger.grants("cell-1", tickets=2)]
+    assert slow.ticket_id not in {ref.ticket_id for ref in new}
     sealed(dropping_ledger, new, 2)
     manifest = dropping_ledger.batch(3).manifest
     assert manifest is not None
@@ -282,7 +282,7 @@ REFUSED = 78
 
 @pytest.fixture
 def handing_ledger(start_ledger: StartLedger) -> LedgerProcess:
-    """Batches 1 and 2 are handed out; the weights of step 1 are published."""
+    """Start a ledger with batches 1 and 2 handed out and the weights of step 1 published."""
     started = start_ledger()
     started.paths.recipe.touch()
     claim_next_number(started.paths.generations_dir)
@@ -300,7 +300,7 @@ def quarantine(handing_ledger: LedgerProcess, step: int, *options: str) -> int:
 def test_a_batch_that_the_trainer_at_work_has_trained_is_refused(
     handing_ledger: LedgerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No checkpoint holds it yet: nothing on disk but the ledger's state says so."""
+    """No checkpoint holds it yet: only the ledger's state on disk shows it."""
     assert quarantine(handing_ledger, 1) == REFUSED
     refusal = capsys.readouterr().err
     assert "batch 1 was trained already: the trainer at work has reached step 1" in refusal
@@ -325,7 +325,7 @@ def test_a_batch_in_the_trainers_hands_is_set_aside_until_it_has_passed_it(
 def test_what_a_trainer_trained_that_is_gone_can_be_set_aside(
     handing_ledger: LedgerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its successor goes back to the checkpoint, of which there is none."""
+    """The next trainer resumes from the checkpoint, of which there is none."""
     claim_next_number(handing_ledger.paths.generations_dir)
     assert quarantine(handing_ledger, 2) == 0
     assert "the trainer sets it aside when it gets there from step 0" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Warm sandboxes are used once, dead ones not handed out, and no start leaves a process."""
+"""Warm sandboxes are used once, dead ones are replaced, and failed starts leave no process."""
 
 import asyncio
 import os
@@ -21,9 +21,9 @@ async def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
     async with pool.acquire() as first:
         await first.exec("echo secret > left; setsid sleep 300 > /dev/null &")
     async with pool.acquire() as second:
-        seen = (await second.exec("ls -A . /tmp; cat /proc/[0-9]*/cmdline")).stdout
-        assert b"left" not in seen
-        assert b"sleep" not in seen
+        output = (await second.exec("ls -A . /tmp; cat /proc/[0-9]*/cmdline")).stdout
+        assert b"left" not in output
+        assert b"sleep" not in output
     assert not first.is_alive
     await pool.close()
 
@@ -34,27 +34,27 @@ async def test_one_that_died_while_it_waited_is_replaced() -> None:
     dead = pool._warm[0]
     os.kill(dead.pid, signal.SIGKILL)
     dead._process.wait()
-    async with pool.acquire() as taken:
-        assert taken is not dead
-        assert (await taken.exec("echo on")).stdout == b"on\n"
+    async with pool.acquire() as sandbox:
+        assert sandbox is not dead
+        assert (await sandbox.exec("echo on")).stdout == b"on\n"
     await pool.close()
 
 
 async def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
     pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 0)
-    async with pool.acquire() as taken:
-        taken.start_lifetime_limit(1.0)
-        await asyncio.wait_for(taken._channel.closed.wait(), scaled(30))
-        assert not taken.is_alive
+    async with pool.acquire() as sandbox:
+        sandbox.start_lifetime_limit(1.0)
+        await asyncio.wait_for(sandbox._channel.closed.wait(), scaled(30))
+        assert not sandbox.is_alive
     await pool.close()
 
 
 def find_sleepers(seconds: str) -> list[str]:
-    found = []
-    for one in Path("/proc").glob("[0-9]*/cmdline"):
+    sleepers = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
-            found += [one.parent.name] * (one.read_bytes() == f"sleep\0{seconds}\0".encode())
-    return found
+            sleepers += [path.parent.name] * (path.read_bytes() == f"sleep\0{seconds}\0".encode())
+    return sleepers
 
 
 async def test_a_start_that_is_cancelled_while_its_complaint_is_read_leaves_no_process() -> None:

@@ -1,4 +1,4 @@
-"""What every runtime promises, on each that this machine has."""
+"""Every runtime on this machine keeps the promises of sandboxes."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ SMALL = SandboxLimits(
 
 @pytest.fixture(scope="module", autouse=True)
 def apptainer() -> Iterator[None]:
-    """Puts the stand-in on the path, if it is needed."""
+    """Put the stand-in on the path if it is needed."""
     if "apptainer" in INSTALLED:
         yield
         return
@@ -80,26 +80,26 @@ async def start(
 
 @pytest_asyncio.fixture
 async def sandbox(runtime: Runtime) -> AsyncIterator[Sandbox]:
-    async with start(runtime) as one:
-        yield one
+    async with start(runtime) as started:
+        yield started
 
 
 @pytest_asyncio.fixture
 async def isolated(isolating: Runtime) -> AsyncIterator[Sandbox]:
-    async with start(isolating) as one:
-        yield one
+    async with start(isolating) as started:
+        yield started
 
 
 async def test_a_command_has_pipes_an_exit_code_a_folder_and_variables(sandbox: Sandbox) -> None:
-    told = await sandbox.exec(
+    result = await sandbox.exec(
         "cat; echo $COLOR; pwd; echo bad >&2; exit 7", stdin="in\n", variables={"COLOR": "blue"}
     )
-    assert told.stdout.decode() == f"in\nblue\n{sandbox.folder}\n"
-    assert (told.stderr, told.exit_code, told.timed_out) == (b"bad\n", 7, False)
+    assert result.stdout.decode() == f"in\nblue\n{sandbox.folder}\n"
+    assert (result.stderr, result.exit_code, result.timed_out) == (b"bad\n", 7, False)
     assert (await sandbox.exec(["no-such-program"])).exit_code == 127
     assert (await sandbox.exec("kill -TERM $$")).exit_code == 128 + signal.SIGTERM
     many = await asyncio.gather(*(sandbox.exec(["cat"], stdin=str(n)) for n in range(8)))
-    assert [one.stdout for one in many] == [str(n).encode() for n in range(8)]
+    assert [result.stdout for result in many] == [str(n).encode() for n in range(8)]
 
 
 async def test_a_long_input_goes_through_whether_it_is_read_or_not(sandbox: Sandbox) -> None:
@@ -154,15 +154,15 @@ async def test_files_of_a_task_take_the_place_of_others_and_go_where_a_link_of_a
     (tmp_path / "file").write_text("text\n")
 
     async with start(make_runtime("bwrap")) as sandbox:
-        place, wall = f"{sandbox.folder}/place", f"{sandbox.folder}/wall"
+        link, wall = f"{sandbox.folder}/place", f"{sandbox.folder}/wall"
         await sandbox.exec(
             "mkdir -p aside/full/deep; ln -s aside place; chmod 500 aside/full; echo old > "
             "aside/closed; chmod 400 aside/closed; ln -s kept aside/link; echo kept > aside/kept; "
             "echo file > wall"
         )
         names = ("new", "full", "closed", "link")
-        pairs = [(tmp_path / "file", f"{place}/{name}") for name in names]
-        await sandbox.unpack(build_archive(pairs, folders=[place, wall]))
+        pairs = [(tmp_path / "file", f"{link}/{name}") for name in names]
+        await sandbox.unpack(build_archive(pairs, folders=[link, wall]))
         shown = await sandbox.exec("cd aside && cat new full closed link kept; readlink ../place")
         assert shown.text == "text\n" * 4 + "kept\naside\n"
         packed = await sandbox.pack("aside", 1 << 20)
@@ -172,8 +172,8 @@ async def test_files_of_a_task_take_the_place_of_others_and_go_where_a_link_of_a
 
 async def test_a_root_file_system_is_written_over_and_stays(isolating: Runtime, root: Path) -> None:
     async with start(isolating, root) as sandbox:
-        seen = await sandbox.exec("cat /etc/os-release; ls -d /usr/bin /home /root")
-        assert seen.stdout == b"NAME=small\n"
+        result = await sandbox.exec("cat /etc/os-release; ls -d /usr/bin /home /root")
+        assert result.stdout == b"NAME=small\n"
         await sandbox.exec("rm /data/old/gone; echo new > /data/new; echo x >> /data/old/kept")
         assert (await sandbox.exec("cat /data/*/* /data/new")).stdout == b"kept\nx\nnew\n"
         async with start(isolating, root) as other:
@@ -189,13 +189,13 @@ async def test_nothing_of_the_machine_is_seen(isolating: Runtime, tmp_path: Path
     os.environ["HUB_TOKEN"] = "of the user"
 
     async with start(isolating) as sandbox:
-        found = await sandbox.exec(f"cat {secret} {__file__} /etc/shadow; ls -A /home /root")
-        assert found.stdout == b""
+        result = await sandbox.exec(f"cat {secret} {__file__} /etc/shadow; ls -A /home /root")
+        assert result.stdout == b""
         assert "HUB_TOKEN" not in (await sandbox.exec(["env"])).text
         shown = await sandbox.exec("cat /proc/[0-9]*/cmdline /proc/self/mountinfo")
-        told = shown.text.replace(f"{CHECKOUT}/.roots/", "")  # where Apptainer itself may lie
+        text = shown.text.replace(f"{CHECKOUT}/.roots/", "")  # Apptainer itself may be there
         for word in (str(CHECKOUT), str(tmp_path), "pytest"):
-            assert word not in told
+            assert word not in text
         assert (await sandbox.exec("ls -d /proc/[0-9]*")).text.count("/proc/") < 10
 
 
@@ -203,10 +203,10 @@ async def test_a_runs_umask_hides_nothing_from_its_sandboxes(isolating: Runtime)
     before = os.umask(0o077)
     try:
         async with start(isolating) as sandbox:
-            told = await sandbox.exec("umask; touch file; cat /etc/passwd | wc -l")
+            result = await sandbox.exec("umask; touch file; cat /etc/passwd | wc -l")
     finally:
         os.umask(before)
-    assert told.text.split() == ["0022", "1"]
+    assert result.text.split() == ["0022", "1"]
 
 
 @pytest.mark.parametrize("path", ["/usr/planted", "/planted", "/sandbox/planted", "/etc/planted"])
@@ -216,7 +216,7 @@ async def test_the_system_is_read_only(isolated: Sandbox, path: str) -> None:
 
 @contextlib.contextmanager
 def serve_words() -> Iterator[int]:
-    """Port of this machine's loopback that answers every line with itself in capitals."""
+    """Serve a port of this machine's loopback that answers every line in capitals."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -248,8 +248,8 @@ async def test_a_network_reaches_its_session_and_nothing_else(
     network: Network, isolating: Runtime
 ) -> None:
     async def call(sandbox: Sandbox, host: str, at: int) -> str:
-        told = await sandbox.exec(["python3", "-c", CALL, host, str(at)])
-        return told.text.strip()
+        result = await sandbox.exec(["python3", "-c", CALL, host, str(at)])
+        return result.text.strip()
 
     with serve_words() as port:
         async with start(isolating, network=network) as sandbox:
@@ -325,8 +325,8 @@ for pid in filter(str.isdecimal, os.listdir("/proc")):
 
 
 async def test_no_process_with_the_channel_can_be_written_to(isolated: Sandbox) -> None:
-    found = await isolated.exec(["python3", "-c", WRITES])
-    assert (found.exit_code, found.stdout) == (0, b""), found.text
+    result = await isolated.exec(["python3", "-c", WRITES])
+    assert (result.exit_code, result.stdout) == (0, b""), result.text
 
 
 async def test_memory_that_no_limit_counts_is_refused(isolated: Sandbox) -> None:
@@ -341,8 +341,8 @@ except OSError as error:
     print(error.errno)
 """
 
-    found = await isolated.exec(["python3", "-c", program])
-    assert found.stdout == b"-1 -1 -1\n-1\n1\n", found.text
+    result = await isolated.exec(["python3", "-c", program])
+    assert result.stdout == b"-1 -1 -1\n-1\n1\n", result.text
 
 
 HIDDEN_MEMORY = {
@@ -387,11 +387,11 @@ print(held)
 
 
 async def test_what_a_user_has_few_of_is_not_used_up(isolated: Sandbox, isolating: Runtime) -> None:
-    """Watches of files, pending signals, terminals: the user's other programs find theirs."""
+    """Watches of files, pending signals and terminals suffice for the user's other programs."""
 
-    found = await isolated.exec(["python3", "-c", TAKES_OF_THE_USER])
-    watches, signals, terminals = map(int, found.stdout.split())
-    assert 0 < watches <= 64, found.text
+    result = await isolated.exec(["python3", "-c", TAKES_OF_THE_USER])
+    watches, signals, terminals = map(int, result.stdout.split())
+    assert 0 < watches <= 64, result.text
     assert signals == 4096
     if isolating.name == "bwrap":
         assert 0 < terminals <= 64
@@ -401,9 +401,9 @@ async def test_what_a_user_has_few_of_is_not_used_up(isolated: Sandbox, isolatin
 async def test_a_stopped_sandbox_leaves_no_process(runtime: Runtime, escape: str) -> None:
     async with start(runtime) as sandbox:
         await sandbox.exec(f"{escape} sleep 0.2")
-        left = [sandbox.pid, *list_descendants(sandbox.pid)]
-    assert len(left) >= 2
-    wait_for(lambda: not [pid for pid in left if Path(f"/proc/{pid}/exe").exists()])
+        pids = [sandbox.pid, *list_descendants(sandbox.pid)]
+    assert len(pids) >= 2
+    wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()])
 
 
 OWNER = """
@@ -423,18 +423,18 @@ asyncio.run(main())
 
 
 async def test_an_owner_that_is_killed_leaves_no_process(runtime: Runtime) -> None:
-    """Nor a mount or a namespace, which are of these processes alone."""
+    """No mount or namespace survives either, as these belong to these processes alone."""
     command = [sys.executable, "-c", OWNER, runtime.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as owner:
         assert owner.stdout is not None
-        left = [int(one) for one in owner.stdout.readline().split()]
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
         owner.kill()
-    assert len(left) >= 4
-    wait_for(lambda: not any(map(is_alive, left)), 30)
+    assert len(pids) >= 4
+    wait_for(lambda: not any(map(is_alive, pids)), 30)
 
 
 def is_alive(pid: int) -> bool:
-    """False for a zombie: its memory, mounts and namespaces are gone."""
+    """Return False for a zombie, whose memory, mounts and namespaces are gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -470,5 +470,5 @@ async def test_an_ordinary_user_may_have_one_and_so_may_root_of_a_container(
     mapped: tuple[str, ...], isolating: Runtime
 ) -> None:
     command = ["unshare", "--user", *mapped, sys.executable, "-c", AS_USER, isolating.name]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
-    assert told.stdout == repr(b"65534\ntext\n") + "\n", told.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CHECKOUT)
+    assert result.stdout == repr(b"65534\ntext\n") + "\n", result.stderr

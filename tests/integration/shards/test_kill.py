@@ -1,4 +1,4 @@
-"""kill -9 at any moment loses nothing acknowledged and shows nobody half a shard."""
+"""kill -9 at any moment loses no acknowledged record, and readers see complete shards only."""
 
 import itertools
 import multiprocessing
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PROCESSES = multiprocessing.get_context("forkserver")
 WATCHED = {module.__file__ for module in (writer, index, files)}
-"""Everything that touches the disk when a shard is sealed."""
+"""Modules that touch the disk when a shard is sealed."""
 
 
 def seal_and_die(paths: RunPaths, line_to_die_at: int) -> None:
@@ -50,7 +50,7 @@ def seal_and_die(paths: RunPaths, line_to_die_at: int) -> None:
 
 
 def seal_and_die_at_every_line(root: Path) -> None:
-    """Seal in `<root>/<n>/`, killed before the n-th line of code first runs, up to a whole one."""
+    """Seal in `<root>/<n>/`, killed before the n-th line of code first runs, until complete."""
     begun = RunPaths(root / "begun")
     seal_in(begun, ticket(1))
     for line_to_die_at in itertools.count():
@@ -64,7 +64,7 @@ def seal_and_die_at_every_line(root: Path) -> None:
 
 
 def append_forever(path: Path, acknowledged: Connection) -> None:
-    """Append numbered records, rotating now and then; say so of each once `append` has returned."""
+    """Append numbered records with rotations, and acknowledge each once `append` has returned."""
     journal = JournalWriter(path, sync_interval_s=0.001)
     for number in itertools.count():
         journal.append(number, b"%d" % number * (number % 4000))
@@ -116,15 +116,15 @@ def assert_only_whole_shards_are_visible(paths: RunPaths) -> None:
 def test_acknowledged_records_survive_their_writers_death(trial: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     to_acknowledge = random.Random(trial).randrange(1, 400)
-    heard, said = PROCESSES.Pipe(duplex=False)
-    appending = PROCESSES.Process(target=append_forever, args=(path, said))
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    appending = PROCESSES.Process(target=append_forever, args=(path, sender))
     appending.start()
-    said.close()
-    acknowledged = [heard.recv() for _ in range(to_acknowledge)]
+    sender.close()
+    acknowledged = [receiver.recv() for _ in range(to_acknowledge)]
     appending.kill()
     with suppress(EOFError):
         while True:
-            acknowledged.append(heard.recv())
+            acknowledged.append(receiver.recv())
     appending.join()
 
     records = list(read_journal(path))

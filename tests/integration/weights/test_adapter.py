@@ -1,4 +1,4 @@
-"""Updates that bring an adapter alone, to a real SGLang."""
+"""An update of an adapter alone reaches a real SGLang."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def send(publisher: Any, cell: Cell, step: int, adapted: Any) -> UpdateReport:
 
 def test_an_adapter_alone_takes_the_place_of_weights(tmp_path: Path) -> None:
     old, new = (make_adapted_model(seed) for seed in (1, 2))
-    whole = sum(one.numel() for one in old.get_base_model().parameters())
+    all_parameters = sum(parameter.numel() for parameter in old.get_base_model().parameters())
     settings = {"lora": LORA.model_dump()}
     with running_cell(tmp_path / "run", tiny_qwen3(0), trainer=settings) as cell:
         cell.await_replica(lambda view: view.state == "ready")
@@ -70,5 +70,5 @@ def test_an_adapter_alone_takes_the_place_of_weights(tmp_path: Path) -> None:
     assert [first["version"], second["version"]] == [str(before), str(after)]
     for adapted, span in ((old, slice(0, first["end"])), (new, slice(first["end"], TOKENS))):
         assert logprob_error(adapted, prompt, reply, span) <= 1e-4
-    sent = sum(one.numel() for one in peft.get_peft_model_state_dict(new).values())
-    assert sent < whole / 4
+    sent_parameters = sum(tensor.numel() for tensor in peft.get_peft_model_state_dict(new).values())
+    assert sent_parameters < all_parameters / 4

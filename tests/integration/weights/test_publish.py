@@ -1,4 +1,4 @@
-"""Updates of replicas: in groups, in place, by disk, of experts, and with a party lost on the way.
+"""Updates reach replicas in groups, in place, by disk and of experts, and survive a lost party.
 
 `tests/acceptance/test_update_under_fire.py` loses every party in every phase.
 """
@@ -38,14 +38,14 @@ Weights = dict[str, torch.Tensor]
 
 IN_FLIGHT_S = 0.3
 HANG_TIMEOUT_S = scaled(8.0)
-"""Of each wait in an update in which somebody is waited for in vain."""
+"""Limit of each wait in an update in which a party never answers."""
 FIRST_IDS = itertools.count(20)
-"""A prompt that begins like none before it: an update in place leaves the old cache in use."""
+"""First ids of prompts, all new, as an update in place leaves the old cache in use."""
 BOTH = [("cell-0", 0), ("cell-0", 1)]
 TOKENS = 600
-"""Of a generation that is under way in an update."""
+"""Length of a generation that runs during an update."""
 PHASES = {"pause_call", "transfer", "load", "verify", "flush", "resume"}
-"""Of an update whose groups stand."""
+"""Phases of an update whose groups exist."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def send(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM) -
 
 
 def update(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM) -> UpdateReport:
-    """One that succeeds, after which both replicas serve the new weights."""
+    """Send an update that succeeds, after which both replicas serve the new weights."""
     report = send(cell, publisher, step, model)
     raise_if_failed(report)
     assert all(spent >= 0 for spent in report.seconds.values())
@@ -126,7 +126,7 @@ def incarnations(cell: Cell) -> list[int]:
 
 
 def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict[str, Any]]]:
-    """Prompt and reply of one that is well under way: of `TOKENS` tokens 50 are there."""
+    """Begin a generation and return prompt and reply once 50 of its `TOKENS` tokens are there."""
     prompt, has_begun = [next(FIRST_IDS), 20, 30, 40, 50], threading.Event()
 
     def hear(tokens: int) -> None:
@@ -144,7 +144,7 @@ def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict
 def begin_generation_at_pause(
     cell: Cell, gate: Gate, index: int = 0
 ) -> Future[tuple[list[int], Future[dict[str, Any]]]]:
-    """What `begin_generation` gives, once a replica is about to be paused: not a moment before."""
+    """Begin a generation once a replica is about to be paused, not a moment before."""
     begun: Future[tuple[list[int], Future[dict[str, Any]]]] = Future()
 
     def begin(forward: Callable[[], None]) -> None:
@@ -164,7 +164,7 @@ def versions_in(reply: Future[dict[str, Any]]) -> list[str]:
 def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stands(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a group of several buckets are packed."""
+    """Buckets of a group of several replicas are packed."""
     with trainer(cell, replicas_per_group=2) as publisher:
         report = update(cell, publisher, 0, tiny_qwen3(1))
         assert [key.cell_and_index for key in report.ok] == BOTH
@@ -172,7 +172,7 @@ def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stand
         assert publisher.discover_outdated_training_replicas(WeightVersion(9999, 0)) == list(
             report.ok
         )
-        # A later update uses the groups that stand: there is no other to be made.
+        # A later update uses the existing groups: no other can be made.
         monkeypatch.delattr("areal_hpc.weights.broadcast.UpdateProcessGroup")
         assert set(update(cell, publisher, 1, tiny_qwen3(2)).seconds) == {"group_join", *PHASES}
 
@@ -282,7 +282,7 @@ def test_wrong_weights_are_noticed_never_serve_and_are_sent_again(
 def test_a_replica_whose_cache_is_full_of_paused_generations_proves_its_weights(
     tmp_path: Path,
 ) -> None:
-    """In place they would keep their slots: there is one, and it is taken."""
+    """An update in place would leave the paused generation in the only slot."""
     model = tiny_qwen3(9)
     with running_cell(tmp_path / "run", model, max_running_requests=1) as cell:
         cell.await_replica(lambda view: view.state == "ready")

@@ -1,4 +1,4 @@
-"""The trainer's end of an update, without a model at the other: its pipeline and its deadlines."""
+"""The trainer's end of an update keeps its pipeline and its deadlines without a model."""
 
 import socket
 import statistics
@@ -40,10 +40,10 @@ from tests.support.weight_updates import (
 
 BUCKET_BYTES = 4096
 WEIGHTS = {f"norm.{at}.weight": torch.ones(BUCKET_BYTES // 4) for at in range(6)}
-"""Each fills a bucket."""
+"""Weights that each fill a bucket."""
 UPDATE_TIMEOUT_S = scaled(3.0)
 LOST = 32
-"""Replicas: one after the other they take longer than any busy machine adds to one wait."""
+"""Number of lost replicas: in turn they take longer than any busy machine adds to one wait."""
 SOON_S = scaled(30.0)
 """No wait of torch's own is as short."""
 PEER = """
@@ -102,7 +102,7 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
 
 @pytest.fixture
 def silent_url() -> Iterator[str]:
-    """A host that takes connections and never says a word."""
+    """Return the address of a host that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -179,18 +179,18 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
     waits_s = []
     with (
-        publishing(tmp_path, cells=3) as found,  # one has not appeared yet
+        publishing(tmp_path, cells=3) as sender,  # one has not appeared yet
         running(StandInRelay(tmp_path, SERVICE_KEY)),
     ):
         for _ in range(6):
             began = time.monotonic()
-            assert [key.cell for key, _ in found.discover_replicas()] == ["cell-0"]
+            assert [key.cell for key, _ in sender.discover_replicas()] == ["cell-0"]
             waits_s.append(time.monotonic() - began)
         assert waits_s[0] >= wait_s
         assert statistics.median(waits_s) < wait_s, "time goes by whenever it is waited for"
         with running(SecondRelay(tmp_path, SERVICE_KEY)):
             wait_for(
-                lambda: {key.cell for key, _ in found.discover_replicas()} == {"cell-0", "cell-1"}
+                lambda: {key.cell for key, _ in sender.discover_replicas()} == {"cell-0", "cell-1"}
             )
 
 
@@ -216,21 +216,21 @@ def trainer(directory: Path, update_timeout_s: float) -> AbstractContextManager[
 
 
 def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    held.mkdir()
+    folder = tmp_path / "held"
+    folder.mkdir()
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         for at, parameter in enumerate(WEIGHTS.items()):
             if at > 1:
-                assert (held / f"called-{at - 1}").exists(), "two buckets at most at a time"
+                assert (folder / f"called-{at - 1}").exists(), "two buckets at most at a time"
             yield parameter
 
     def let_go() -> None:
         for number in range(1, len(WEIGHTS)):
-            wait_for((held / f"called-{number + 1}").exists, every_s=0.01)
-            (held / f"go-{number}").touch()  # it was being loaded all the while
+            wait_for((folder / f"called-{number + 1}").exists, every_s=0.01)
+            (folder / f"go-{number}").touch()  # it was being loaded all the while
 
-    with scripted_relay(tmp_path, "0", str(held)), trainer(tmp_path, scaled(15)) as publisher:
+    with scripted_relay(tmp_path, "0", str(folder)), trainer(tmp_path, scaled(15)) as publisher:
         version = WeightVersion(1, 0)
         replicas = await_outdated(publisher, version)
         assert len(replicas) == 1
