@@ -1,4 +1,4 @@
-"""`areal-hpc view` and `report`: server, index and file, of whole and of damaged runs."""
+"""`areal-hpc view` and `report` show the server, index and file of complete and damaged runs."""
 
 import asyncio
 import base64
@@ -97,31 +97,31 @@ def test_rows_of_every_kind_are_shown_as_data(url: str, run: RunPaths) -> None:
     assert failed["cause"] == INJECTIONS[1]
     (hostile,) = ask(url, "rows", where="ticket=7")["rows"]
     shown = ask(url, "trajectory", row=f"{hostile['shard']}/{hostile['row']}")
-    assert [one["text"] for one in shown["messages"][::2]] == list(INJECTIONS)
+    assert [message["text"] for message in shown["messages"][::2]] == list(INJECTIONS)
     (odd,) = ask(url, "rows", where="kind=auxiliary")["rows"]
     assert ask(url, "trajectory", row=f"{odd['shard']}/{odd['row']}")["messages"][0]["tool_calls"]
     (first,) = ask(url, "rows", where="ticket=1 and episode=0")["rows"]
-    found = ask(url, "trajectory", row=f"{first['shard']}/{first['row']}")
-    assert found["tokens"]["ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
-    assert found["tokens"]["versions"] == [None, None, None, "1.1", "1.1", "1.1"]
-    assert found["messages"][1]["call"]["reward"]["parts"] == {"format": 0.25}
-    said = [one["text"] for one in found["messages"][-2:]]
-    assert [first["question"], first["reply"]] == said
-    assert found["task_fields"] == {}, "its tasks are not here"
+    conversation = ask(url, "trajectory", row=f"{first['shard']}/{first['row']}")
+    assert conversation["tokens"]["ids"] == [1000, 1001, 1002, 1003, 1004, 1005]
+    assert conversation["tokens"]["versions"] == [None, None, None, "1.1", "1.1", "1.1"]
+    assert conversation["messages"][1]["call"]["reward"]["parts"] == {"format": 0.25}
+    texts = [message["text"] for message in conversation["messages"][-2:]]
+    assert [first["question"], first["reply"]] == texts
+    assert conversation["task_fields"] == {}, "its tasks are not here"
     tasks = [{"messages": [], "answer": "12", "rank": number} for number in range(9)]
     run.dataset("train").parent.mkdir(exist_ok=True)
     run.dataset("train").write_text("\n".join(map(json.dumps, tasks)))
     again = ask(url, "trajectory", row=f"{first['shard']}/{first['row']}")
-    assert again["task_fields"] == {"answer": "12", "rank": str(found["task"])}
-    assert [one["episode"] for one in found["group"]] == [0, 1]
-    assert [one["ticket"] for one in found["task_rows"]] == [0, 2]
+    assert again["task_fields"] == {"answer": "12", "rank": str(conversation["task"])}
+    assert [row["episode"] for row in conversation["group"]] == [0, 1]
+    assert [row["ticket"] for row in conversation["task_rows"]] == [0, 2]
     assert ask(url, "failures")[0]["count"] == 1
     problem = httpx.get(f"{url}data/rows", params={"run": "shown/run", "where": "rewrad>0"})
     assert (problem.status_code, "rewrad" in problem.json()["error"]) == (400, True)
 
 
 def test_tasks_of_other_evaluation_sets_are_not_the_same_task(tmp_path: Path) -> None:
-    """Each set counts its tasks from 0; a ticket names the set as well."""
+    """Each set counts its tasks from 0, and a ticket names the set as well."""
     run = make_run(tmp_path / "runs")
     played = [(1, 5), (1, 10), (1_000_001, 5), (1_000_001, 10)]
     rows = [
@@ -133,9 +133,9 @@ def test_tasks_of_other_evaluation_sets_are_not_the_same_task(tmp_path: Path) ->
     name = seal_in(run, [*rows, trained_too]).file
     with closing(RowIndex(run, tmp_path / "cache")) as index:
         index.index_new_rows()
-        for place, kind in ((2, "evaluation"), (6, "failed")):
-            found = index.select_related_rows(name, place)["task_rows"]
-            assert [(one["kind"], one["ticket"], one["step"]) for one in found] == [
+        for position, kind in ((2, "evaluation"), (6, "failed")):
+            related = index.select_related_rows(name, position)["task_rows"]
+            assert [(row["kind"], row["ticket"], row["step"]) for row in related] == [
                 (kind, 1_000_001, 10)
             ]
 
@@ -148,24 +148,24 @@ def test_what_training_did_is_shown_of_the_last_row_of_a_large_group_too(
     group = SealedTicket(TicketRef(50, 1), name, places, [0.0] * 201, NO_VERSION)
     write_manifest(run, BatchManifest(4, 1, [group]))
     run.annotation(4).parent.mkdir()
-    told = RowAnnotation(shard=name, row=200, outcome="masked")
-    content = StepAnnotations(step=4, generation=1, rows_of_batch=201, rows=[told])
+    annotation = RowAnnotation(shard=name, row=200, outcome="masked")
+    content = StepAnnotations(step=4, generation=1, rows_of_batch=201, rows=[annotation])
     run.annotation(4).write_bytes(msgspec.msgpack.encode(content))
-    found = ask(url, "trajectory", row=f"{name}/200")["annotation"]
-    assert (found["step"], found["outcome"]) == (4, "masked")
+    shown = ask(url, "trajectory", row=f"{name}/200")["annotation"]
+    assert (shown["step"], shown["outcome"]) == (4, "masked")
 
 
 def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> None:
     assert ask(url, "evaluations") == {"sets": [], "problem": ""}
-    asked = {"metrics": ["avg@k", "pass@k", "cons@k"]}
-    hard: dict[str, Any] = {"evaluation": {"sets": {"hard": asked, "easy": {}}}}
+    metrics = {"metrics": ["avg@k", "pass@k", "cons@k"]}
+    hard: dict[str, Any] = {"evaluation": {"sets": {"hard": metrics, "easy": {}}}}
     run.recipe.write_text(run.recipe.read_text() + yaml.safe_dump(hard))
     for step, rewards in ((0, [0.0, 0.0, 1.0, 0.5]), (8, [1.0, 1.0, 0.0, 0.5])):
         result = EvaluationResult(step, 4, sum(rewards) / 4, rewards, {}, 1)
         write_evaluation(run, "valid", result)
     further = EvaluationResult(8, 2, 0.5, [0.5, 0.5], {1: "no"}, 1, [[0, 1]] * 2)
     write_evaluation(run, "hard", further)
-    valid, found = ask(url, "evaluations")["sets"]
+    valid, hard_page = ask(url, "evaluations")["sets"]
     assert (valid["name"], valid["steps"], valid["mean"]) == ("valid", [0, 8], [0.375, 0.625])
     assert valid["rewards"] == [[0.0, 0.0, 1.0, 0.5], [1.0, 1.0, 0.0, 0.5]]
     assert valid["low"][0] < 0.375 < valid["high"][0]
@@ -173,17 +173,17 @@ def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> 
     assert (compared["from"], compared["to"], compared["difference"]) == (0, 8, 0.25)
     assert (compared["better"], compared["worse"]) == (2, 1)
     assert (compared["low"], compared["high"]) == (None, None), "four tasks show nothing"
-    assert (found["name"], found["samples"], found["failures"]) == ("hard", 2, [1])
-    assert found["first_ticket"] == 2_000_000, "of the sets in order: valid, easy, hard"
-    assert found["compared"] is None
-    (passed,) = found["further"]
+    assert (hard_page["name"], hard_page["samples"], hard_page["failures"]) == ("hard", 2, [1])
+    assert hard_page["first_ticket"] == 2_000_000, "of the sets in order: valid, easy, hard"
+    assert hard_page["compared"] is None
+    (passed,) = hard_page["further"]
     assert (passed["name"], passed["mean"]) == ("pass@2", [1.0]), "no sample has an answer"
     assert passed["low"][0] < passed["high"][0] == 1.0
     assert valid["further"] == []
     run.evaluation(9, "hard").write_text("{")
     damaged = ask(url, "evaluations")
     assert "step_9" in damaged["problem"] or "9.json" in damaged["problem"]
-    assert [one["name"] for one in damaged["sets"]] == ["valid", "hard"]
+    assert [shown_set["name"] for shown_set in damaged["sets"]] == ["valid", "hard"]
 
 
 def test_overview_and_metrics_say_what_the_files_say(url: str, run: RunPaths) -> None:
@@ -233,8 +233,8 @@ def test_the_port_stays_and_pages_are_for_their_user_alone(
     port, secret = url.removeprefix("http://127.0.0.1:").strip("/").split("/")
     assert (cache / "port").read_text() == port
     assert not [path for path in cache.iterdir() if secret.encode() in path.read_bytes()]
-    taken = areal_hpc("view", run.root, "--port", port, environ=environ)
-    assert (taken.returncode, "in use" in taken.stderr) == (75, True)
+    ended = areal_hpc("view", run.root, "--port", port, environ=environ)
+    assert (ended.returncode, "in use" in ended.stderr) == (75, True)
     beyond = areal_hpc("view", run.root, "--port", 70000, environ=environ)
     assert (beyond.returncode, "70000 cannot be used" in beyond.stderr) == (75, True)
 
@@ -243,11 +243,11 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
     run: RunPaths, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    with closing(RowIndex(run, cache)) as one, closing(RowIndex(run, cache)) as other:
-        assert (one.index_new_rows(), other.index_new_rows()) == (9, 0)
+    with closing(RowIndex(run, cache)) as index, closing(RowIndex(run, cache)) as other:
+        assert (index.index_new_rows(), other.index_new_rows()) == (9, 0)
         seal_in(run, [trajectory(30)], writer="cell-1")
         assert other.index_new_rows() == 1
-        assert one.find_page(offset=0, count=1).total == 10
+        assert index.find_page(offset=0, count=1).total == 10
     (file,) = cache.glob("*.sqlite")
     content = file.read_bytes()
     file.write_bytes(content[:6000] + b"x" * (len(content) - 6000))
@@ -275,9 +275,9 @@ def test_ctrl_c_ends_a_server_whose_page_is_open(run: RunPaths, environ: dict[st
     with httpx.stream("GET", f"{url}live", timeout=scaled(60)) as news:
         assert next(news.iter_lines()) == "event: open"
         server.send_signal(signal.SIGINT)
-        said, _ = server.communicate(timeout=scaled(60))
+        output, _ = server.communicate(timeout=scaled(60))
     assert server.returncode == 0
-    assert "Traceback" not in said
+    assert "Traceback" not in output
 
 
 def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> None:
@@ -300,9 +300,9 @@ def test_a_report_holds_the_pages_of_runs_in_one_private_file(
     launch = {"attempt": 1, "time": "2026-01-01T00:00:00+00:00", "command": [INJECTIONS[0]]}
     run.provenance.write_text(json.dumps({"launches": [launch]}))
     other = make_run(tmp_path / "others")
-    made = areal_hpc("report", run.root, other.root, "--out", out, environ=environ)
-    assert made.returncode == 0, made.stderr
-    assert "18 conversations" in made.stdout
+    ended = areal_hpc("report", run.root, other.root, "--out", out, environ=environ)
+    assert ended.returncode == 0, ended.stderr
+    assert "18 conversations" in ended.stdout
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     html = out.read_text()
     assert SECRET not in html
@@ -313,7 +313,7 @@ def test_a_report_holds_the_pages_of_runs_in_one_private_file(
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
     report = json.loads(data)
-    assert [one["name"] for one in report["list"]["runs"]] == [str(run.root), str(other.root)]
+    assert [entry["name"] for entry in report["list"]["runs"]] == [str(run.root), str(other.root)]
     pages = report["runs"][str(run.root)]
     assert "trained_once=" in pages["summary"]["audit"][0]
     assert ["command", shlex.quote(INJECTIONS[0])] in pages["summary"]["launches"][0]
@@ -323,7 +323,7 @@ def test_a_report_holds_the_pages_of_runs_in_one_private_file(
 
 
 ROW = "cell-0-000000.h5/5"
-"""Of an evaluation."""
+"""Row of an evaluation."""
 PAGES = (
     *("runs", "overview", "summary", "metrics", "evaluations", "timeline", "rows", "failures"),
     "trajectory",
@@ -333,7 +333,7 @@ OTHER_VERSION = "trainer: {total_steps: many}\nevaluation: 5\nmodel: 5\n"
 
 RECIPE_PAGES = {"overview", "summary"}
 DAMAGE: dict[str, tuple[Callable[[RunPaths], Any], set[str]]] = {
-    # what happens to the run, and the pages that can but say so
+    # damage of the run, and the pages that can only report it
     "recipe cut": (lambda kept: kept.recipe.write_text("trainer: ["), RECIPE_PAGES),
     "recipe empty": (lambda kept: kept.recipe.write_text(""), RECIPE_PAGES),
     "recipe binary": (lambda kept: kept.recipe.write_bytes(BINARY), RECIPE_PAGES),
@@ -382,17 +382,17 @@ def kept(tmp_path: Path) -> RunPaths:
 def test_pages_show_what_is_whole_and_name_what_is_not(
     damage: str, kept: RunPaths, tmp_path: Path
 ) -> None:
-    act, told = DAMAGE[damage]
+    act, broken_pages = DAMAGE[damage]
     act(kept)
     app = DashboardApp(tmp_path / "runs", SECRET, tmp_path / "cache")
     answers = asyncio.run(ask_all_pages(app))
     app.close()
-    assert {page for page, answer in answers.items() if answer.status_code != 200} == told
-    for page in told:
+    assert {page for page, answer in answers.items() if answer.status_code != 200} == broken_pages
+    for page in broken_pages:
         assert set(answers[page].json()) == {"error"}, page
-    damaged, whole = answers["runs"].json()["runs"]
-    assert (whole["step"], "problem" in whole) == (1, False), "others are shown all the same"
-    assert ("problem" in damaged) == ("overview" in told)
+    damaged, other = answers["runs"].json()["runs"]
+    assert (other["step"], "problem" in other) == (1, False), "others are shown all the same"
+    assert ("problem" in damaged) == ("overview" in broken_pages)
     if "recipe" in damage:
         assert answers["trajectory"].json()["set"] == "valid"
         assert len(answers["rows"].json()["problems"]) == 1
@@ -400,7 +400,7 @@ def test_pages_show_what_is_whole_and_name_what_is_not(
 
 
 async def ask_all_pages(app: DashboardApp) -> dict[str, httpx.Response]:
-    """Every page of data of the run `shown/run`."""
+    """Request every page of data of the run `shown/run`."""
     address = f"http://pages/{SECRET}/data/"
     query = {"run": "shown/run", "row": ROW}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=address) as client:
@@ -411,7 +411,7 @@ async def ask_all_pages(app: DashboardApp) -> dict[str, httpx.Response]:
 def test_a_report_has_what_is_whole_and_names_what_is_not(
     damage: str, kept: RunPaths, tmp_path: Path
 ) -> None:
-    act, told = DAMAGE[damage]
+    act, broken_pages = DAMAGE[damage]
     act(kept)
     out = tmp_path / "report.html"
     assert write_report([kept], out, tmp_path / "cache") == (0 if "shards" in damage else 9)
@@ -419,7 +419,7 @@ def test_a_report_has_what_is_whole_and_names_what_is_not(
     assert data
     pages = json.loads(data[1])["runs"]["shown/run"]
     errors = {page for page, content in pages.items() if "error" in content}
-    assert errors == told - {"trajectory"}
+    assert errors == broken_pages - {"trajectory"}
 
 
 def test_a_damaged_page_that_is_asked_for_again_is_logged_once(
@@ -430,8 +430,8 @@ def test_a_damaged_page_that_is_asked_for_again_is_logged_once(
     for _ in range(2):
         asyncio.run(ask_all_pages(app))
     app.close()
-    logged = [one for one in caplog.records if one.exc_info]
-    assert sorted(one.getMessage().split()[0] for one in logged) == [
+    logged = [entry for entry in caplog.records if entry.exc_info]
+    assert sorted(entry.getMessage().split()[0] for entry in logged) == [
         str(kept.root),
         "data/overview",
     ]

@@ -1,4 +1,4 @@
-"""Bad input is refused before anything starts: exit code 78, the place, and a next step."""
+"""Bad input is refused before anything starts, with exit code 78, the location, and a next step."""
 
 import json
 import sys
@@ -28,12 +28,12 @@ ALIKE = {
     "a reply longer than the context",
     "a file in place of a model's folder",
 }
-"""Mistakes that take seconds to be found, in places in which another of the list is found too."""
+"""Mistakes that take seconds to find, each beside another mistake of the list."""
 
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
-    """A folder of tasks and of a model without tokenizer, and below it one of an odd model."""
+    """Make a folder of tasks and of a model without tokenizer, and below it one of an odd model."""
     folder = tmp_path / "given"
     (folder / "mamba").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(build_tiny_architecture_config(TinySizes())))
@@ -65,7 +65,7 @@ def given(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "mistake",
-    choose(MISTAKES, *(one for one in MISTAKES if one.what not in ALIKE)),
+    choose(MISTAKES, *(mistake for mistake in MISTAKES if mistake.what not in ALIKE)),
     ids=lambda mistake: mistake.what,
 )
 def test_what_is_wrong_is_named_and_nothing_is_left_behind(
@@ -130,7 +130,7 @@ def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_
 def test_an_agent_that_runs_programs_is_refused_where_they_cannot_be_isolated(
     tmp_path: Path,
 ) -> None:
-    """Unless it is asked for, as on a cluster whose administrators forbid user namespaces."""
+    """Users can allow it, as on a cluster whose administrators forbid user namespaces."""
     forbid = "echo 0 > /proc/sys/user/max_user_namespaces && "
     words = f"{QUICKSTART} cluster.fileroot={tmp_path}/runs rollout.workflow=examples.coding.agent."
     command = f"exec setpriv --inh-caps=-all --bounding-set=-all {sys.executable} -m areal_hpc "

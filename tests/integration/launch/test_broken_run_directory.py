@@ -1,4 +1,4 @@
-"""Looking at a run directory in whatever state: an answer, never a traceback, never a write."""
+"""Commands on a run directory in any state answer without traceback and without writing."""
 
 import os
 import shutil
@@ -60,16 +60,16 @@ def look_at(run: Path) -> None:
 def test_any_file_may_be_cut_or_damaged(run: Path, data: st.DataObject) -> None:
     files = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
     path = data.draw(st.sampled_from(files), label="file")
-    whole = path.read_bytes()
-    left = bytearray(whole[: data.draw(st.integers(0, len(whole)), label="bytes left")])
-    if left and data.draw(st.booleans(), label="one byte is wrong"):
-        place = data.draw(st.integers(0, len(left) - 1), label="place")
-        left[place] = data.draw(st.integers(0, 255), label="byte")
-    path.write_bytes(left)
+    content = path.read_bytes()
+    damaged = bytearray(content[: data.draw(st.integers(0, len(content)), label="bytes left")])
+    if damaged and data.draw(st.booleans(), label="one byte is wrong"):
+        position = data.draw(st.integers(0, len(damaged) - 1), label="place")
+        damaged[position] = data.draw(st.integers(0, 255), label="byte")
+    path.write_bytes(damaged)
     try:
         look_at(run)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
 def test_a_run_of_a_newer_version_is_looked_at(run: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_directory_that_may_only_be_read(run: Path, tmp_path: Path, whose: str
     theirs = shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True)
     before = list_files(theirs)
     for command in choose(LONG_LOOKS, *REPRESENTATIVES):
-        named = [str(tmp_path / one) if one == "report.html" else one for one in command]
+        named = [str(tmp_path / word) if word == "report.html" else word for word in command]
         words = [sys.executable, "-m", "areal_hpc", *named, str(theirs)]
         if whose == "read-only":
             mount = f"mount --bind {theirs} {theirs} && mount -o remount,ro,bind {theirs}"
@@ -114,7 +114,7 @@ def test_a_directory_that_may_only_be_read(run: Path, tmp_path: Path, whose: str
 
 
 def test_a_colleagues_run_at_work_tells_its_state(run: Path, tmp_path: Path) -> None:
-    """Keys and addresses of services are its owner's alone: those cannot be asked."""
+    """Keys and addresses of services are its owner's alone, so the services cannot be asked."""
     paths = RunPaths(shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True))
     paths.finished_marker.unlink()
     publish_endpoint(paths.rendezvous_dir, LEDGER_SERVICE, "http://127.0.0.1:9")
@@ -127,7 +127,7 @@ def test_a_colleagues_run_at_work_tells_its_state(run: Path, tmp_path: Path) -> 
 
 
 def give_away(run: Path) -> list[str]:
-    """Make a run another user's, whose group may read it; what a command of ours begins with."""
+    """Give a run to another user, readable by our group, and return our commands' prefix."""
     for path in [run, *run.rglob("*")]:
         if path.is_symlink():
             continue

@@ -1,4 +1,4 @@
-"""What jobs see of the machine's GPUs, and a check of them that fails on a rank."""
+"""Processes see their own GPUs of the machine, and a rank that fails a check ends the others."""
 
 import os
 import sys
@@ -43,11 +43,11 @@ SGLANG = """#!/bin/sh
 mv {folder}/server.$$.new {folder}/server.$$.1
 exec sleep 600
 """
-"""SGLang's Python: which GPUs it sees and what it was called with, a line each."""
+"""SGLang's Python, which writes its visible GPUs and its arguments, a line each."""
 
 
 def recording(stage: JobStage, folder: Path, servers: int = 0) -> JobStage:
-    """The stage, its processes replaced by recorders; it ends when all have written.
+    """Return the stage with recorders in place of its processes; it ends when all have written.
 
     Processes that manage servers stay, if servers are awaited.
     """
@@ -67,7 +67,7 @@ def recording(stage: JobStage, folder: Path, servers: int = 0) -> JobStage:
         return msgspec.structs.replace(spec, entry="recorder:record", config=config)
 
     def recorder_job(job: JobSpec) -> JobSpec:
-        return msgspec.structs.replace(job, processes=[recorder(one) for one in job.processes])
+        return msgspec.structs.replace(job, processes=[recorder(spec) for spec in job.processes])
 
     others = tuple(recorder_job(job) for job in stage.others)
     return replace(stage, leader=recorder_job(stage.leader), others=others, done_marker=marker)
@@ -97,7 +97,7 @@ def recipe_of(folder: Path, *overrides: str, name: str = "quickstart") -> Recipe
 
 
 def list_recipes_of_one_node() -> list[str]:
-    """Those shipped for a node of eight GPUs."""
+    """List the shipped recipes for a node of eight GPUs."""
     paths = sorted((CHECKOUT / "recipes").rglob("*.yaml"), key=lambda path: path.name)
     return [path.stem for path in paths if _has_eight_gpus(load_recipe(path))]
 
@@ -117,19 +117,19 @@ def check_servers_get_gpus_of_their_own(
 ) -> None:
     """Start a shipped recipe on eight made-up GPUs: the servers' GPUs and command lines."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    seen = tmp_path / "seen"
-    seen.mkdir()
+    records = tmp_path / "seen"
+    records.mkdir()
     (tmp_path / "recorder.py").write_text(RECORDER)
     sglang = tmp_path / "sglang"
-    sglang.write_text(SGLANG.format(folder=seen))
+    sglang.write_text(SGLANG.format(folder=records))
     sglang.chmod(0o755)
     devices = ("trainer.device=cuda",)
     recipe = recipe_of(tmp_path, *devices, name=name)
     servers = count_servers(recipe)
     start_stage(recipe, tmp_path, serve_python=str(sglang), servers=servers)
-    trained_on = {path.read_text() for path in seen.glob("trainer.*")}
+    trained_on = {path.read_text() for path in records.glob("trainer.*")}
     used: set[str] = set()
-    for path in seen.glob("server.*.1"):
+    for path in records.glob("server.*.1"):
         visible, *words = path.read_text().splitlines()
         first = int(words[words.index("--base-gpu-id") + 1])
         used |= set(visible.split(",")[first : first + recipe.inference.tp])
@@ -143,8 +143,8 @@ def check_servers_get_gpus_of_their_own(
             "--tool-call-parser": served.tool_call_parser,
             "--tp": served.tp,
         }
-        given = {word: words[words.index(word) + 1] for word in wanted if word in words}
-        assert given == {word: str(value) for word, value in wanted.items() if value is not None}
+        options = {word: words[words.index(word) + 1] for word in wanted if word in words}
+        assert options == {word: str(value) for word, value in wanted.items() if value is not None}
     assert len(used) == servers * recipe.inference.tp
     assert not used & trained_on
     assert len(used | trained_on) == 8
@@ -181,9 +181,9 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     (tmp_path / "recorder.py").write_text(RECORDER)
     recipe = recipe_of(tmp_path, f"trainer.device={device}", *shape)
     start_stage(recipe, tmp_path, serve_python=sys.executable)
-    seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
+    environments = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
-    assert seen == without | expected
+    assert environments == without | expected
 
 
 @pytest.mark.thorough

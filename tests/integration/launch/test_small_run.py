@@ -1,4 +1,4 @@
-"""The whole product, end to end, and kill -9 at a few telling points: all of it is real."""
+"""The complete product works end to end with real components, and survives kill -9."""
 
 import signal
 from functools import partial
@@ -53,7 +53,7 @@ def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: S
     assert {name for row in rows for name in row if find_metric(name) is None} == set()
     for row in rows:
         phases_s = sum(seconds for name, seconds in row.items() if name in PHASES)
-        # What lies between phases takes milliseconds; these steps take few hundreds of them.
+        # Work between phases takes milliseconds; these steps take few hundreds of them.
         assert phases_s >= 0.97 * row["time/step_s"] - BETWEEN_PHASES_S, row["step"]
         assert (
             sum(compute_time_shares_by_system_part(row).values())
@@ -70,15 +70,15 @@ def test_verify_finds_a_flipped_byte(finished: SmallRun, capfd: pytest.CaptureFi
     verify = partial(exit_code_of, "shards", "verify", finished.paths.root)
     assert verify() == 0
     shard = sorted(finished.paths.shards_dir.glob("*.h5"))[0]
-    whole = shard.read_bytes()
-    for position in (0, 100, len(whole) // 3, len(whole) // 2, len(whole) - 1):
-        damaged = bytearray(whole)
+    content = shard.read_bytes()
+    for position in (0, 100, len(content) // 3, len(content) // 2, len(content) - 1):
+        damaged = bytearray(content)
         damaged[position] ^= 1
         shard.write_bytes(damaged)
         capfd.readouterr()
         assert verify() == 65
         assert shard.name in capfd.readouterr().out
-    shard.write_bytes(whole)
+    shard.write_bytes(content)
     assert verify() == 0
 
 
@@ -87,9 +87,9 @@ def test_what_the_model_said_can_be_read_held_out_episodes_as_well(
 ) -> None:
     show = partial(exit_code_of, "shards", "show", finished.paths.root)
     assert show("--where", "kind=evaluation and step=2", "-n", "20") == 0
-    said = capfd.readouterr().out
-    assert said.count("held-out task ") == 8
-    assert said.count("assistant  (") == 8
+    output = capfd.readouterr().out
+    assert output.count("held-out task ") == 8
+    assert output.count("assistant  (") == 8
     assert show("--where", "step=1 and kind=train", "--sort", "length", "-n", "4") == 0
     assert capfd.readouterr().out.count("── row ") == 4
     assert show("--where", "stepp=1") == 78

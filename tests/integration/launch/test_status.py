@@ -1,4 +1,4 @@
-"""What `areal-hpc status` says of a run at every moment, and what a launch writes down."""
+"""`areal-hpc status` reports a run at every moment, and a launch records its environment."""
 
 import fcntl
 import json
@@ -45,7 +45,7 @@ STEP = {
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    """A run directory as it is before the first job starts."""
+    """Make a run directory in its state before the first job starts."""
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", [f"cluster.fileroot={tmp_path}"])
     paths = RunPaths(recipe.run_dir)
     paths.log_dir(1).mkdir(parents=True)
@@ -58,15 +58,15 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def status(paths: RunPaths, capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
-    """What `areal-hpc status` prints. It must succeed, and leave the run as it was."""
+    """Return the output of `areal-hpc status`, which must succeed and leave the run unchanged."""
 
     def ask() -> str:
         before = list_files(paths.root)
         assert exit_code_of("status", paths.root) == 0
-        said = capfd.readouterr()
-        assert said.err == ""
+        output = capfd.readouterr()
+        assert output.err == ""
         assert list_files(paths.root) == before
-        return said.out
+        return output.out
 
     return ask
 
@@ -92,11 +92,11 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
         append_line(paths.metrics, {"step": 0, "eval/reward": held_out})
         assert "step              0 of 25" in status()
     append_line(paths.metrics, STEP)
-    said = status()
-    assert "quickstart/demo: stopped\n  step              1 of 25" in said
-    assert "training reward   0.500 -> 0.500" in said
-    assert ("held-out reward   0.250" in said) == (held_out is not None)
-    assert "export" not in said, "no model has been exported"
+    text = status()
+    assert "quickstart/demo: stopped\n  step              1 of 25" in text
+    assert "training reward   0.500 -> 0.500" in text
+    assert ("held-out reward   0.250" in text) == (held_out is not None)
+    assert "export" not in text, "no model has been exported"
     paths.export_dir("step_00000001").mkdir(parents=True)
     assert "trained model" in status()
     odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/wall_tokens_per_s")
@@ -117,12 +117,12 @@ def test_idle_time_and_batches_set_aside_are_named(
     append_line(paths.events, {"time": time.time(), "event": "no_cell", "waited_s": 240.0})
     for step in (7, 9):
         record_quarantine(paths, UntrainedBatchPart(step, "damaged", quarantine="damaged"))
-    said = status()
-    assert "idle              trainer waiting for cells 0.50 of 1.00 node-hours\n" in said
-    assert "idle              cells waiting for the trainer 0.25 of 1.00 node-hours\n" in said
-    assert "idle              no cell has been there for 4 min\n" in said
+    text = status()
+    assert "idle              trainer waiting for cells 0.50 of 1.00 node-hours\n" in text
+    assert "idle              cells waiting for the trainer 0.25 of 1.00 node-hours\n" in text
+    assert "idle              no cell has been there for 4 min\n" in text
     named = f"batches 7, 9; areal-hpc audit {paths.root} says why\n"
-    assert f"quarantined       {named}" in said
+    assert f"quarantined       {named}" in text
     assert exit_code_of("why", paths.root) == 1
     assert f"quarantined: {named}" in capfd.readouterr().out
 
@@ -132,15 +132,15 @@ AGENT = "class Agent:\n    async def run(self, data, **extra_kwargs):\n        r
 
 def git(folder: Path, *words: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    told = subprocess.run(
+    ended = subprocess.run(
         ["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True
     )
-    return told.stdout.strip()
+    return ended.stdout.strip()
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's repository with a package and one commit, which is the present folder."""
+    """Make a user's repository with a package and one commit, and enter its folder."""
     project = tmp_path / "project"
     (project / "myagent").mkdir(parents=True)
     (project / "myagent" / "__init__.py").touch()
@@ -164,27 +164,27 @@ def launch(recipe: Recipe, attempt: int, **pythons: str) -> dict[str, Any]:
     record_provenance(recipe, paths, attempt, pythons)
     launches = json.loads(paths.provenance.read_text())["launches"]
     assert len(launches) == attempt
-    found: dict[str, Any] = launches[-1]
-    return found
+    record: dict[str, Any] = launches[-1]
+    return record
 
 
 def test_it_says_what_programs_and_commands_are_isolated_by(project: Path, tmp_path: Path) -> None:
     words = [f"cluster.fileroot={tmp_path}/runs", "rollout.workflow=myagent.agent.Agent"]
     words += ["rollout.agent.isolation=none"]
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", words)
-    found = launch(recipe, 1)
-    assert found["isolation"] == {"agent": "none", "reward": "bwrap"}
+    record = launch(recipe, 1)
+    assert record["isolation"] == {"agent": "none", "reward": "bwrap"}
 
 
 def test_versions_of_every_role_are_those_of_its_own_interpreter(
     recipe: Recipe, project: Path
 ) -> None:
-    found = launch(recipe, 1, train=sys.executable, serve="/no/such/python")
-    train = found["environments"]["train"]
+    record = launch(recipe, 1, train=sys.executable, serve="/no/such/python")
+    train = record["environments"]["train"]
     assert train["interpreter"] == sys.executable
     assert {"torch", "megatron-core", "transformers", "areal-hpc"} <= train["packages"].keys()
     assert "cuda" in train
-    assert "no such program" in found["environments"]["serve"]["error"]
+    assert "no such program" in record["environments"]["serve"]["error"]
 
 
 def test_what_differs_from_the_commit_is_a_patch_for_the_owner_alone(

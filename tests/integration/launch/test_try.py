@@ -1,4 +1,4 @@
-"""`areal-hpc try`: the agent's episodes before the real proxy, without a model."""
+"""`areal-hpc try` plays the agent's episodes before the real proxy, without a model."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> tuple[str, ...]:
-    """Words of a command line: a recipe of two tasks, and its model."""
+    """Write a recipe of two tasks and its model, and return the words of a command line."""
     rows = [{"messages": [{"role": "user", "content": QUESTION}], "answer": "42"}] * 2
     (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return (
@@ -90,17 +90,17 @@ FAILING_AGENTS = [
 
 
 @pytest.mark.parametrize(
-    ("agent", "said"),
+    ("agent", "message"),
     choose(FAILING_AGENTS, FAILING_AGENTS[0], FAILING_AGENTS[3]),
 )
 def test_a_failing_agent_is_told_with_its_place_and_ends_with_70(
-    agent: str, said: str, recipe: tuple[str, ...]
+    agent: str, message: str, recipe: tuple[str, ...]
 ) -> None:
     ended = areal_hpc(
         "try", *recipe, f"rollout.workflow=tests.support.broken_agents.{agent}", "-n", "2"
     )
     assert ended.returncode == 70, ended.stdout + ended.stderr
-    assert said in ended.stdout
+    assert message in ended.stdout
     assert "--- task 1 failed as task 0 did" in ended.stdout
     assert "0 of 2 episodes ended well" in ended.stdout
 
@@ -150,7 +150,7 @@ def test_a_server_other_than_sglang_is_refused(recipe: tuple[str, ...], loop: Lo
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "said"),
+    ("more", "code", "message"),
     [
         (("--base-url", "http://127.0.0.1:1/v1"), 75, "no server answers at http://127.0.0.1:1 "),
         (("rollout.workflow=tests.support.agents.ChatAgnt",), 78, "did you mean 'ChatAgent'"),
@@ -159,9 +159,9 @@ def test_a_server_other_than_sglang_is_refused(recipe: tuple[str, ...], loop: Lo
     ],
 )
 def test_what_cannot_be_tried_is_refused(
-    more: tuple[str, ...], code: int, said: str, recipe: tuple[str, ...]
+    more: tuple[str, ...], code: int, message: str, recipe: tuple[str, ...]
 ) -> None:
     ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", *more)
     assert ended.returncode == code, ended.stdout + ended.stderr
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert "Traceback" not in ended.stderr

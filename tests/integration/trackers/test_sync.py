@@ -1,4 +1,4 @@
-"""`areal-hpc sync` with a tracker of the user's: each step once, whatever is killed."""
+"""`areal-hpc sync` gives a user's tracker each step once, after any kill."""
 
 import json
 import signal
@@ -129,10 +129,10 @@ def test_a_tracker_gets_the_recipe_without_secrets(paths: RunPaths, tmp_path: Pa
     train_to(paths, 3, saved=2)
     write_tracker_part(paths, TrackerChoice("kept", program, sys.executable, "mine"))
     (part,) = paths.tracker("kept").list_parts()
-    got = json.loads((part / "got").read_text())
-    assert (got["name"], got["project"]) == ("experiment/trial", "mine")
-    assert got["config"]["trainer"]["device"] == "cpu"
-    assert "a secret" not in json.dumps(got)
+    record = json.loads((part / "got").read_text())
+    assert (record["name"], record["project"]) == ("experiment/trial", "mine")
+    assert record["config"]["trainer"]["device"] == "cpu"
+    assert "a secret" not in json.dumps(record)
 
 
 def test_what_fails_says_why_and_writes_nothing(paths: RunPaths, tmp_path: Path) -> None:
