@@ -72,7 +72,7 @@ class CallFacts(Struct, kw_only=True):
     """Tokens of the prompt that the engine had in its cache."""
 
 
-class CallRecord(CallFacts, frozen=True, omit_defaults=True, kw_only=True):
+class CallRecord(CallFacts, omit_defaults=True, kw_only=True):
     """Record of one model call of a row."""
 
     id: str
