@@ -363,7 +363,7 @@ AGENT_MISTAKES = (
 
 
 def mistakes_table() -> str:
-    rows = ((mistake.what, _as_code(mistake.said[:1])) for mistake in MISTAKES)
+    rows = ((mistake.what, _as_code(mistake.said)) for mistake in MISTAKES)
     return markdown(("mistake", "among what is printed"), rows)
 
 

@@ -130,17 +130,26 @@ def render_submissions() -> str:
 def render_attacks() -> str:
     """Render each attack: its wall in every sandbox, and its result without that wall."""
     walls = read_results("walls", {})
-    said_by_place = read_results("isolation", {})
+    stops_by_place = read_results("isolation", {})
     rows = []
     for attack in sorted(walls, key=lambda name: (int(name.split()[0]), name)):
-        words = [stops[attack] or NOT_THERE for stops in said_by_place.values() if attack in stops]
-        words = [
-            re.sub(r"\d+ (?=forks|threads|MiB|files|folders)", "so many ", how) for how in words
-        ]
-        stopped = dict.fromkeys(stop.replace("the sandbox is gone ", "") for stop in words)
-        rows.append((attack, " / ".join(stopped), walls[attack]["wall"], walls[attack]["without"]))
-    header = ("attack", "in a sandbox", "a wall that was taken away", "what it told then")
+        places: dict[str, list[str]] = defaultdict(list)
+        for place, stops in stops_by_place.items():
+            if attack in stops:
+                places[_shorten_stop(stops[attack] or NOT_THERE)].append(place)
+        if len(places) == 1:
+            stopped = next(iter(places))
+        else:
+            stopped = "; ".join(f"{', '.join(names)}: {stop}" for stop, names in places.items())
+        rows.append((attack, stopped, walls[attack]["wall"], walls[attack]["without"]))
+    header = ("attack", "in a sandbox", "a wall that was removed", "its result without that wall")
     return markdown(header, rows)
+
+
+def _shorten_stop(stop: str) -> str:
+    """Leave out counts, which differ from run to run."""
+    stop = re.sub(r"\d+ (?=forks|threads|MiB|files|folders)", "so many ", stop)
+    return stop.replace("the sandbox is gone ", "")
 
 
 def render_bias() -> str:
