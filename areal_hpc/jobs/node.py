@@ -199,7 +199,8 @@ def _resolve_host_name(host_name: str) -> str:
     except socket.gaierror:
         return ""
     addresses = (str(entry[4][0]) for entry in found)
-    return next((one for one in addresses if not ipaddress.ip_address(one).is_loopback), "")
+    outside = (text for text in addresses if not ipaddress.ip_address(text).is_loopback)
+    return next(outside, "")
 
 
 def _find_slurm_address(node: str) -> str:

@@ -297,7 +297,7 @@ class HostAdamW(AdamW):
         # Without master weights the model's own weights are stepped in place.
         weights = self._weights[parameter] if has_master else parameter.detach()
         tensors = (parameter.grad, weights, *self._host[parameter].values())
-        chunks = (one.view(-1).split(self.chunk_elements) for one in tensors)
+        chunks = (tensor.view(-1).split(self.chunk_elements) for tensor in tensors)
         count = self.state[parameter]["step"]
         for gradient, weight, *parts in zip(*chunks, strict=True):
             local = [torch.empty_like(gradient).copy_(part, non_blocking=True) for part in parts]

@@ -118,8 +118,8 @@ class Publisher:
         Unreachable cells are left out, and so is the evaluation cell: see `evaluation_replicas`.
         """
         replicas = self.discover_replicas()
-        self.evaluation_replicas = [found for found in replicas if found[0].cell == EVALUATION_CELL]
-        training = [found for found in replicas if found[0].cell != EVALUATION_CELL]
+        self.evaluation_replicas = [each for each in replicas if each[0].cell == EVALUATION_CELL]
+        training = [each for each in replicas if each[0].cell != EVALUATION_CELL]
         self.replica_count = len(training)
         self.pauses = [view.pause for _, view in training if view.pause is not None]
         return find_outdated_replicas(training, version)

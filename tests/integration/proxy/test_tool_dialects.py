@@ -23,7 +23,7 @@ from tests.integration.proxy.tool_questions import (
 from tests.support.proxy_stage import Stage
 
 SAID = pytest.mark.parametrize(
-    ("said", "kinds"),
+    ("text", "kinds"),
     [
         (CALL, ["call"]),
         (f"I add. {CALL}\n{CALL}", ["text", "call", "call"]),
