@@ -119,7 +119,7 @@ CHOICE_PAGES: dict[str, Callable[[PageRequest], Any]] = {
     "rows": _find_row_page,
     "trajectory": _describe_trajectory,
 }
-"""Pages of rows that the reader chooses in a run."""
+"""Pages of rows that the reader chooses, which a report does not contain."""
 
 
 def read_static_file(file_name: str) -> bytes:
