@@ -1,11 +1,12 @@
 """Trial of a recipe's agent (`areal-hpc try`): tasks, model, and the process `trial_process.py`."""
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def run_trial(
         _require_sglang(base_url)
     with tempfile.TemporaryDirectory(prefix="areal_hpc_try.") as folder:
         paths = RunPaths(Path(folder))
-        _write_first_tasks(recipe, tasks, paths.dataset("train"))
+        _write_first_tasks(recipe, tasks, paths)
         model_dir = _get_model_dir(recipe, paths)
         tree = yaml.safe_dump(recipe.model_dump(mode="json"))
         write_atomic_private(paths.recipe, tree.encode())
@@ -120,26 +121,23 @@ def _require_sglang(url: str) -> None:
         )
 
 
-def _write_first_tasks(recipe: Recipe, count: int, out: Path) -> None:
-    rows = list(islice(_interleave_sources(recipe), count))
+def _write_first_tasks(recipe: Recipe, count: int, paths: RunPaths) -> None:
+    """Write the first tasks, as many of each source, one source after another."""
+    sources = recipe.train_dataset.list_sources("train_dataset")
+    rows, sizes = list[dict[str, Any]](), list[int]()
+    for number, (source, key) in enumerate(sources):
+        share = (count + number) // len(sources)  # the last sources have one more
+        rows += islice(iterate_task_rows(source, key), share)
+        sizes.append(len(rows) - sum(sizes))
     if not rows:
-        sources = recipe.train_dataset.list_sources("train_dataset")
         descriptions = ", ".join(source.describe_source() for source, _ in sources)
         hint = "name a source that has at least one row"
         raise RecipeError(f"{descriptions}: no rows", key="train_dataset", hint=hint)
     lines = [encode_row(row, number, "train_dataset") for number, row in enumerate(rows)]
     for row in rows:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, row)
-    write_atomic_private(out, b"\n".join(lines) + b"\n")
-
-
-def _interleave_sources(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    sources = recipe.train_dataset.list_sources("train_dataset")
-    for rows in cycle([iterate_task_rows(source, key) for source, key in sources]):
-        row = next(rows, None)
-        if row is None:
-            return
-        yield row
+    write_atomic_private(paths.dataset("train"), b"\n".join(lines) + b"\n")
+    write_atomic_private(paths.train_source_sizes, json.dumps(sizes).encode())
 
 
 def _get_model_dir(recipe: Recipe, paths: RunPaths) -> Path:

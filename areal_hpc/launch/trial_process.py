@@ -43,11 +43,11 @@ from areal_hpc.rollout.episodes.episode_spec import (
 )
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.job import build_agent
+from areal_hpc.rollout.job import build_agent, build_source_agents
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import derive_bearer_key, ensure_service_key, format_proxy_name
-from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.rundir.run_inputs import TaskSet, TrainSources
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction
@@ -359,8 +359,9 @@ def main() -> None:
         rollout = config.driver.recipe.rollout
         agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
         assert agent is not None  # mode online is refused before this process starts
+        agents = [own or agent for own in build_source_agents(config.driver.recipe)] or [agent]
         with open_trial_cell(config) as cell:
-            failures = asyncio.run(_play_tasks(config, agent, cell))
+            failures = asyncio.run(_play_tasks(config, agents, cell))
     except ArealError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
@@ -369,24 +370,28 @@ def main() -> None:
     sys.exit(AgentError.exit_code if failures else 0)
 
 
-async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
-    """Play each task once; return the number of failures."""
+async def _play_tasks(config: TrialConfig, agents: Sequence[Agent], cell: TrialCell) -> int:
+    """Play each task once with its source's agent; return the number of failures."""
     job, paths = config.driver, RunPaths(config.driver.run_dir)
     rollout = job.recipe.rollout
-    if isinstance(agent, SubprocessAgent):
-        await agent.check_agent_builds()
+    workers = [agent for agent in agents if isinstance(agent, SubprocessAgent)]
+    for worker in workers:
+        await worker.check_agent_builds()
     await try_sandbox(rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
     proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(rollout.episode_timeout_s)
     tasks = TaskSet.read(paths.dataset("train"))
+    names = job.recipe.train_dataset.source_names
+    sources = TrainSources.read(paths.train_source_sizes, names)
     sandboxes = None
-    if not isinstance(agent, SubprocessAgent):
+    if not workers:
         sandboxes = make_agent_sandboxes(rollout.agent, warm=0)
     outcomes: list[EpisodeOutcome] = []
     first_failures: dict[str, int] = {}
     try:
         for number in range(len(tasks)):
+            agent = agents[sources.find_index(number)]
             # To a file, because agents pass their standard output to programs.
             with tempfile.TemporaryFile("w+") as stdout:
                 with contextlib.redirect_stdout(stdout):
@@ -414,8 +419,8 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     finally:
         await http_client.aclose()
         await proxy.close()
-        if isinstance(agent, SubprocessAgent):
-            agent.close()
+        for worker in workers:
+            worker.close()
     print("\n".join(format_trial_summary(outcomes, cell.ignored_grammars)), flush=True)
     return sum(outcome.status != "ok" for outcome in outcomes)
 

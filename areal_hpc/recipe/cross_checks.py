@@ -231,6 +231,12 @@ def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "use 0",
         ),
         (evaluation.workflow, "evaluation.workflow", no_held_out, "leave it out"),
+        (
+            any(source.workflow for source in recipe.train_dataset.sources),
+            "train_dataset.sources",
+            runs_agent,
+            "leave their workflow out",
+        ),
         (evaluation.sets, "evaluation.sets", no_held_out, f"set it to null; {alternative}"),
         (recipe.valid_dataset, "valid_dataset", no_held_out, f"remove it; {alternative}"),
     ):

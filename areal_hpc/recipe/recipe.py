@@ -12,11 +12,16 @@ from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.hub_cache import REPO_PATTERN
 from areal_hpc.recipe.presets import apply_preset
 from areal_hpc.recipe.sections.cluster import ClusterConfig
-from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
+from areal_hpc.recipe.sections.dataset import (
+    MixtureSourceConfig,
+    TaskSetConfig,
+    TrainTaskSetConfig,
+)
 from areal_hpc.recipe.sections.evaluation import (
     AlertsConfig,
     EvaluationConfig,
     EvaluationSet,
+    EvaluationSetConfig,
     resolve_evaluation_sets,
 )
 from areal_hpc.recipe.sections.inference import (
@@ -114,9 +119,20 @@ class Recipe(BaseConfig):
         return sources + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
 
     @property
+    def agents(self) -> list[tuple[str, dict[str, Any]]]:
+        """Agents that the recipe names: dotted paths with the arguments of constructors."""
+        sections: list[
+            RolloutConfig | EvaluationConfig | EvaluationSetConfig | MixtureSourceConfig
+        ] = [self.rollout, self.evaluation, *self.evaluation.sets.values()]
+        sections += self.train_dataset.sources
+        return [(part.workflow, part.workflow_kwargs) for part in sections if part.workflow]
+
+    @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """All sets of held-out tasks, that of `valid_dataset` first."""
-        return resolve_evaluation_sets(self.evaluation, self.valid_dataset)
+        return resolve_evaluation_sets(
+            self.evaluation, self.valid_dataset, self.train_dataset.sources
+        )
 
     @property
     def episode_slots_per_cell(self) -> int:

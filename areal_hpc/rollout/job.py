@@ -9,6 +9,7 @@ import uvloop
 
 from areal_hpc.jobs.node import get_job_start_number
 from areal_hpc.jobs.processes.process_setup import StopRequest
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent, make_http_client
 from areal_hpc.rollout.config import RolloutJobConfig
@@ -19,7 +20,7 @@ from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, format_proxy_name, read_service_key
-from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.rundir.run_inputs import TaskSet, TrainSources
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
@@ -40,7 +41,7 @@ def run(config: dict[str, Any]) -> None:
         eval_set.name: build_agent(execution, eval_set.workflow, eval_set.workflow_kwargs)
         for eval_set in recipe.evaluation_sets
     }
-    uvloop.run(_drive_cell(job, agents))
+    uvloop.run(_drive_cell(job, agents, build_source_agents(recipe)))
 
 
 def build_agent(
@@ -56,11 +57,23 @@ def build_agent(
     return load_agent(workflow, kwargs)
 
 
-async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) -> None:
+def build_source_agents(recipe: Recipe) -> list[Agent | None]:
+    """Build the agents of the training set's sources; None for those that `rollout` names."""
+    return [
+        build_agent(recipe.rollout.agent, source.workflow, source.workflow_kwargs)
+        for source in recipe.train_dataset.sources
+    ]
+
+
+async def _drive_cell(
+    job: RolloutJobConfig,
+    agents: dict[str, Agent | None],
+    source_agents: list[Agent | None],
+) -> None:
     paths, recipe, rollout = RunPaths(job.run_dir), job.recipe, job.recipe.rollout
     # Not before the loop runs: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
-    for agent in agents.values():
+    for agent in (*agents.values(), *source_agents):
         if isinstance(agent, SubprocessAgent):
             await agent.check_agent_builds()
     sandboxes = None
@@ -88,6 +101,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         http_client=http_client,
         events=events,
         sandboxes=sandboxes,
+        sources=TrainSources.read(paths.train_source_sizes, recipe.train_dataset.source_names),
+        source_agents=[agent or agents[TRAIN] for agent in source_agents],
     )
     driver = Driver(
         job.cell,

@@ -5,7 +5,10 @@ The recipe is read as plain YAML, so that the runs of older and newer versions c
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,28 @@ def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSources:
+    """Sources of the training set, each a range of its tasks; no names if there is one source."""
+
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    """Number of tasks of each."""
+
+    @classmethod
+    def read(cls, sizes_file: Path, names: tuple[str, ...]) -> TrainSources:
+        if not names:
+            return cls()
+        return cls(names, tuple(orjson.loads(sizes_file.read_bytes())))
+
+    def find_index(self, task_index: int) -> int:
+        """Return the index of the source of a task."""
+        return bisect_right(list(accumulate(self.sizes)), task_index)
+
+
+NO_SOURCES = TrainSources()
 
 
 class TaskSet:

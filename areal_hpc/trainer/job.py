@@ -31,6 +31,7 @@ from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, is_cancelled_without_checkp
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.manifests import read_manifest, read_quarantine
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_inputs import TrainSources
 from areal_hpc.rundir.service_client import ServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.prometheus import build_samples, register_sample_reader
@@ -84,6 +85,7 @@ def _run_training(
         generation=generation, seed=recipe.seed, check_generation=check_generation,
         is_stop_requested=lambda: stop.requested,
         keep_best=resolve_keep_best(recipe.evaluation, recipe.evaluation_sets),
+        sources=TrainSources.read(paths.train_source_sizes, recipe.train_dataset.source_names),
     )  # fmt: skip
     nodes = gather_objects_on_first_rank(get_task_position().node_rank, int)
     ranks: list[int] = broadcast_object(
@@ -217,6 +219,9 @@ def _train_on_recorded_batches(
         job.recipe.trainer, paths, job.model_path, device,
         generation=forks[-1].generation, seed=job.recipe.seed,
         is_stop_requested=lambda: stop.requested,
+        sources=TrainSources.read(
+            paths.train_source_sizes, job.recipe.train_dataset.source_names
+        ),
     )  # fmt: skip
     # Tokens keep their age: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)

@@ -25,6 +25,7 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.run_inputs import NO_SOURCES, TrainSources
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.trainer.annotations import StepAnnotator
@@ -41,6 +42,7 @@ from areal_hpc.trainer.batch.packing import (
     count_scored_tokens,
     split_minibatches,
 )
+from areal_hpc.trainer.batch.sources import summarize_sources
 from areal_hpc.trainer.batch.training_rows import (
     NO_SCORES,
     BatchScores,
@@ -103,6 +105,7 @@ class Learner:
         check_generation: Callable[[], None] = lambda: None,
         is_stop_requested: Callable[[], bool] = lambda: False,
         keep_best: str = "",
+        sources: TrainSources = NO_SOURCES,
     ) -> None:
         custom_loss = load_custom_loss(config.objective)  # may fail: comes before slow work
         arch, base = read_architecture(model_path, config.lora), ""
@@ -113,6 +116,7 @@ class Learner:
             initialize_adapter(self.policy.gpt, seed)
             base = broadcast_object(digest_base(model_path) if dist.get_rank() == 0 else None, str)
         self._config = config
+        self._sources = sources
         self._paths = paths
         self._shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
         self._check_generation = check_generation
@@ -230,6 +234,7 @@ class Learner:
             **metrics,
             "advantage/abs_max": measure_largest_abs_advantage(rows),
             **({"groups/zero_variance": measure_share_of_idle_groups(batch, rows)} if rows else {}),
+            **summarize_sources(batch, rows, self._sources),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **self._frozen.build_metrics(stats.sums, scores),
             **critic_metrics,

@@ -175,6 +175,11 @@ def test_a_generator_makes_tasks_of_reasoning_gym() -> None:
         ({"hub": "a/b"}, "OWNER/NAME/FILES"),
         ({"hub": "../b/*"}, "OWNER/NAME/FILES"),
         ({"sources": [{"path": "x"}], "to_task": "a:b"}, "each of `sources` has a `to_task`"),
+        ({"sources": [{"path": "x", "name": "a"}] * 2}, "two of `sources` have the name a"),
+        (
+            {"sources": [{"path": "x"}, {"path": "y", "workflow_kwargs": {"depth": 1}}]},
+            "source 1 has workflow_kwargs without a workflow",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -97,14 +97,8 @@ HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
 
 def list_recipe_harnesses(recipe: Recipe) -> list[tuple[str, Path]]:
     """List the harnesses that a recipe's agents run, and the folders that must hold them."""
-    evaluation = recipe.evaluation
-    agents = [
-        (recipe.rollout.workflow, recipe.rollout.workflow_kwargs),
-        (evaluation.workflow, evaluation.workflow_kwargs),
-        *((eval_set.workflow, eval_set.workflow_kwargs) for eval_set in evaluation.sets.values()),
-    ]
     harnesses: dict[tuple[str, Path], None] = {}
-    for workflow, kwargs in agents:
+    for workflow, kwargs in recipe.agents:
         if workflow == HARNESS_WORKFLOW and kwargs.get("harness"):
             folder = Path(kwargs.get("harnesses_dir", HARNESSES_DIR)).absolute()
             harnesses[str(kwargs["harness"]), folder] = None

@@ -191,17 +191,7 @@ def find_user_code_problems(
 
     Agents are built, and a custom loss is computed on made-up tokens.
     """
-    rollout, evaluation, objective = recipe.rollout, recipe.evaluation, recipe.trainer.objective
-    agents = [
-        (rollout.workflow, rollout.workflow_kwargs),
-        (evaluation.workflow, evaluation.workflow_kwargs),
-    ]
-    agents += [
-        (held_out.workflow, held_out.workflow_kwargs)
-        for held_out in recipe.evaluation_sets
-        if held_out.agent_section_key != "evaluation"
-    ]
-    agents = [(workflow, kwargs) for workflow, kwargs in agents if workflow]
+    rollout, objective, agents = recipe.rollout, recipe.trainer.objective, recipe.agents
     if agent_python := rollout.agent.python:
         for workflow, kwargs in agents:
             yield from _find_foreign_agent_problems(agent_python, workflow, kwargs, sys_path)

@@ -64,11 +64,20 @@ class TaskSetConfig(BaseConfig):
         )
 
 
+SET_NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,31}$"
+
+
 class MixtureSourceConfig(TaskSetConfig):
     """Source of tasks beside others."""
 
+    name: Annotated[str, Field(pattern=rf"^$|{SET_NAME_PATTERN}")] = ""
+    """Name in metrics, such as `reward/mean/NAME`; empty: the source's number, from 0."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Relative share of the tickets, with a precision of a thousandth."""
+    workflow: str = ""
+    """Dotted path of the agent for its tasks; empty: `rollout.workflow`."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
 
 
 class TrainTaskSetConfig(TaskSetConfig):
@@ -87,6 +96,25 @@ class TrainTaskSetConfig(TaskSetConfig):
                 "them: give it to the sources whose rows it converts"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_source_names(self) -> Self:
+        names = [source.name for source in self.sources if source.name]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"two of `sources` have the name {doubled[0]}: give each a name of its own"
+            )
+        for name, source in zip(self.source_names, self.sources, strict=True):
+            if source.workflow_kwargs and not source.workflow:
+                raise ValueError(
+                    f"source {name} has workflow_kwargs without a workflow: add its workflow"
+                )
+        return self
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources, or their numbers; none without `sources`."""
+        return tuple(source.name or str(number) for number, source in enumerate(self.sources))
 
     def list_sources(self, key: str) -> list[tuple[TaskSetConfig, str]]:
         """List the sources with their keys in the recipe; `key` is that of this section."""

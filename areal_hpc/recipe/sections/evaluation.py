@@ -1,5 +1,6 @@
 """Recipe sections `evaluation` and `alerts`, by which a run is judged."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,14 +14,13 @@ from areal_hpc.evaluation.set_metrics import (
 )
 from areal_hpc.evaluation.set_names import TICKETS_PER_SET, VALIDATION_SET_NAME
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.sections.dataset import TaskSetConfig
+from areal_hpc.recipe.sections.dataset import SET_NAME_PATTERN, MixtureSourceConfig, TaskSetConfig
 from areal_hpc.recipe.sections.rollout import SamplingConfig
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 MAX_SAMPLES = 1024
 MAX_SET_TASKS = TICKETS_PER_SET
 """Maximum number of a set's tasks in one evaluation, as each task has a ticket."""
-SET_NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,31}$"
 
 
 class EvaluationSamplingConfig(SamplingConfig):
@@ -36,7 +36,8 @@ class EvaluationSetConfig(BaseConfig):
     dataset: TaskSetConfig
     """Tasks of the set; keys as in `valid_dataset`."""
     workflow: str = ""
-    """Dotted path of the set's agent; empty: `evaluation.workflow`."""
+    """Dotted path of the set's agent; empty: that of the source of `train_dataset` with the set's
+    name, else `evaluation.workflow`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
     tasks: Annotated[int | None, Field(ge=1, le=MAX_SET_TASKS)] = None
@@ -98,8 +99,6 @@ class EvaluationSet:
     workflow: str
     """Dotted path of its agent; empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any]
-    agent_section_key: str
-    """Recipe key of the section with its agent."""
     tasks: int
     n_samples: int
     sampling: EvaluationSamplingConfig
@@ -132,13 +131,16 @@ def resolve_keep_best(evaluation: EvaluationConfig, sets: tuple[EvaluationSet, .
 
 
 def resolve_evaluation_sets(
-    evaluation: EvaluationConfig, valid_dataset: TaskSetConfig | None
+    evaluation: EvaluationConfig,
+    valid_dataset: TaskSetConfig | None,
+    train_sources: Sequence[MixtureSourceConfig] = (),
 ) -> tuple[EvaluationSet, ...]:
     """Resolve all sets: `valid` has number 0, the others follow in the order of their names."""
     configs = dict(evaluation.sets)
     if valid_dataset is not None:
         configs[VALIDATION_SET_NAME] = EvaluationSetConfig(dataset=valid_dataset)
     others = sorted(configs.keys() - {VALIDATION_SET_NAME})
+    source_agents = {source.name: source for source in train_sources if source.workflow}
     numbers = {VALIDATION_SET_NAME: 0} | {name: index for index, name in enumerate(others, 1)}
     return tuple(
         _resolve_set(
@@ -149,6 +151,7 @@ def resolve_evaluation_sets(
             "valid_dataset"
             if name == VALIDATION_SET_NAME and valid_dataset is not None
             else f"evaluation.sets.{name}.dataset",
+            source_agents.get(name, evaluation),
         )
         for name, number in numbers.items()
         if name in configs
@@ -161,8 +164,9 @@ def _resolve_set(
     set_number: int,
     config: EvaluationSetConfig,
     dataset_key: str,
+    inherited_agent: EvaluationConfig | MixtureSourceConfig,
 ) -> EvaluationSet:
-    agent = config if config.workflow else evaluation
+    agent = config if config.workflow else inherited_agent
     key = f"evaluation.sets.{set_name}"
     return EvaluationSet(
         name=set_name,
@@ -171,7 +175,6 @@ def _resolve_set(
         dataset_key=dataset_key,
         workflow=agent.workflow,
         workflow_kwargs=agent.workflow_kwargs,
-        agent_section_key=key if config.workflow else "evaluation",
         tasks=config.tasks or evaluation.tasks,
         n_samples=config.n_samples or evaluation.n_samples,
         sampling=config.sampling or evaluation.sampling,

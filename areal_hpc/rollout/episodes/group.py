@@ -28,7 +28,7 @@ from areal_hpc.rollout.episodes.episode_spec import (
     derive_episode_seed,
 )
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
-from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.rundir.run_inputs import NO_SOURCES, TaskSet, TrainSources
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.spans import time_span
@@ -94,7 +94,8 @@ class GroupPlayer:
     """Player of the groups of a cell's tickets, while the cell's replicas serve.
 
     Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None if
-    external programs play the episodes.
+    external programs play the episodes. If the training set has several sources, `source_agents`
+    has the agent of each.
 
     Raises:
         RecipeError: A function that the recipe names cannot be imported.
@@ -111,8 +112,11 @@ class GroupPlayer:
         http_client: Any,
         events: EventLog,
         sandboxes: AgentSandboxes | None = None,
+        sources: TrainSources = NO_SOURCES,
+        source_agents: Sequence[Agent | None] = (),
     ) -> None:
         self._rollout, self._agents, self._tasks = rollout, agents, tasks
+        self._sources, self._source_agents = sources, source_agents
         self._proxy, self._http_client = proxy, http_client
         self._events, self._sandboxes = events, sandboxes
         sampling = {eval_set.name: eval_set.sampling for eval_set in evaluation_sets}
@@ -174,6 +178,11 @@ class GroupPlayer:
             )
         return self._set_names[number]
 
+    def _get_agent(self, grant: TicketGrant, set_name: str) -> Agent | None:
+        if set_name == TRAIN and self._source_agents:
+            return self._source_agents[self._sources.find_index(grant.task_index)]
+        return self._agents[set_name]
+
     def _record(self, event: str, grant: TicketGrant, reason: str, **event_fields: Any) -> None:
         self._events.record(event, **build_ticket_facts(grant), **event_fields, reason=reason)
 
@@ -225,7 +234,7 @@ class GroupPlayer:
         ref, is_training = grant.ref, set_name == TRAIN
         return build_episode_spec(
             self._rollout,
-            self._agents[set_name],
+            self._get_agent(grant, set_name),
             self._tasks[set_name][grant.task_index],
             f"{set_name}-{ref.ticket_id}-{ref.attempt}-{episode}",
             sampling=self._sampling[set_name],
@@ -241,7 +250,7 @@ class GroupPlayer:
     async def _play_once(
         self, grant: TicketGrant, set_name: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
-        agent, episode = self._agents[set_name], spec.session.episode
+        agent, episode = self._get_agent(grant, set_name), spec.session.episode
         facts = {**build_ticket_facts(grant), "episode": episode}
         with time_span("episode", "episodes", **facts) as span_facts:
             if agent is None:

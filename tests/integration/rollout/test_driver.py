@@ -29,7 +29,7 @@ from areal_hpc.rollout.episodes import group
 from areal_hpc.rollout.episodes.group import CLOSED_GATE_POLL_S, GroupPlayer
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rundir.jsonl import read_readable_records
-from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.rundir.run_inputs import NO_SOURCES, TaskSet, TrainSources
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import runtimes
 from areal_hpc.sandbox.guest import build_isolation_error
@@ -68,6 +68,7 @@ class Cell:
         self.agent = agent
         self.evaluation_agent: Agent | None = None
         self.sandboxes: AgentSandboxes | None = None
+        self.sources, self.source_agents = NO_SOURCES, list[Agent | None]()
         self.watch: EpisodeWatch | None = None
         self.ledger = StandInLedger(run_dir, grants)
         self.proxy = StandInProxy(run_dir)
@@ -117,6 +118,8 @@ class Cell:
                 http_client=http_client,
                 events=events,
                 sandboxes=self.sandboxes,
+                sources=self.sources,
+                source_agents=self.source_agents,
             )
             cell_driver = Driver(
                 "cell-0",
@@ -189,6 +192,17 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
         rewards = [list(cell.proxy.sessions[name].rewards.values()) for name in sessions]
         assert rewards == [[float(ref.ticket_id % N_TASKS)]] * 4
     assert len(set(agent.seeds)) == 48
+
+
+def test_a_task_is_played_by_the_agent_of_its_source(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), tickets(N_TASKS))
+    cell.sources = TrainSources(("easy", "hard"), (2, N_TASKS - 2))
+    cell.source_agents = [cell.agent, Fails(lambda task, begun: False)]  # which earns 1
+    cell.run()
+    for ref, sessions in cell.proxy.finished.items():
+        expected = float(ref.ticket_id) if ref.ticket_id < 2 else 1.0
+        for name in sessions:
+            assert list(cell.proxy.sessions[name].rewards.values()) == [expected]
 
 
 @pytest.mark.parametrize(

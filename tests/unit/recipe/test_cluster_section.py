@@ -118,12 +118,18 @@ def test_a_set_overrides_what_it_names_and_inherits_the_rest() -> None:
     aime, zebra = sets["aime"], sets["zebra"]
     assert (aime.workflow, aime.workflow_kwargs) == ("a.b:C", {})
     assert (aime.sampling.temperature, aime.n_samples) == (0.6, 8)
-    assert (aime.agent_section_key, aime.sampling_key) == (
-        "evaluation.sets.aime",
-        "evaluation.sets.aime.sampling",
-    )
+    assert aime.sampling_key == "evaluation.sets.aime.sampling"
     assert (zebra.workflow, zebra.workflow_kwargs) == ("package.module:Other", {"depth": 2})
-    assert (zebra.every_steps, zebra.agent_section_key) == (0, "evaluation")
+    assert zebra.every_steps == 0
+
+
+def test_a_set_with_the_name_of_a_source_is_played_by_the_agent_of_the_source() -> None:
+    sources = "[{name: sums, path: a, workflow: a.Sums, workflow_kwargs: {depth: 2}}, {path: b}]"
+    dataset = f"train_dataset={{generator: null, kwargs: {{}}, sources: {sources}}}"
+    wanted = "evaluation.sets={sums: {dataset: {path: c}}, more: {dataset: {path: d}}}"
+    sets = load_sets(dataset, wanted)
+    assert (sets["sums"].workflow, sets["sums"].workflow_kwargs) == ("a.Sums", {"depth": 2})
+    assert sets["more"].workflow == ""
 
 
 def test_numbers_do_not_depend_on_the_order_in_which_sets_are_written() -> None:

@@ -23,6 +23,7 @@ from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_inputs import NO_SOURCES, TrainSources
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.batch.batch_metrics import (
     REPETITION_TAIL_TOKENS,
@@ -35,6 +36,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_replies,
     summarize_rewards,
 )
+from areal_hpc.trainer.batch.sources import summarize_sources
 from areal_hpc.trainer.batch.training_rows import build_rows, measure_share_of_idle_groups
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.parameter_counts import count_model_parameters
@@ -92,6 +94,24 @@ def share_of_idle_groups(batch: list[TrajectoryRow], **keys: Any) -> float:
     objective = ObjectiveConfig(**keys)
     built = build_rows(batch, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
     return measure_share_of_idle_groups(batch, built)
+
+
+def test_each_source_has_its_share_its_rewards_and_its_idle_groups() -> None:
+    batch = groups([1, 0], [1, 1], [0.5, 0.5], [0.2, 0.2])
+    lines = [5, 0, 0, 1]  # of the tickets' tasks
+    batch = [replace(row, record=RowRecord(task_index=lines[row.ticket_id])) for row in batch]
+    built = build_rows(batch, WeightVersion(1, 0), [GenerationFork(1, 0)], DEFAULT_OBJECTIVE)
+    sources = TrainSources(("sums", "absent", "words"), (2, 3, 4))
+    metrics = summarize_sources(batch, built, sources)
+    assert metrics == pytest.approx(
+        {
+            **{"groups/share/sums": 0.75, "groups/share/words": 0.25, "groups/share/absent": 0.0},
+            **{"tokens/share/sums": 0.75, "tokens/share/words": 0.25, "tokens/share/absent": 0.0},
+            **{"reward/mean/sums": 3.4 / 6, "reward/mean/words": 0.5},
+            **{"groups/zero_variance/sums": 1.0, "groups/zero_variance/words": 0.0},
+        }
+    )
+    assert summarize_sources(batch, built, NO_SOURCES) == {}
 
 
 def test_equal_episodes_with_other_rewards_by_turn_are_not_idle() -> None:
