@@ -11,6 +11,7 @@ from areal_hpc.inference.config import InferenceJobConfig, build_server_command,
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.server.sglang_server import STOP_GRACE_S
+from areal_hpc.inference.server_traces import ServerTraces
 from areal_hpc.jobs.node import get_advertised_host
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.jobs.restarts import RestartPolicy
@@ -55,11 +56,17 @@ def run(config: dict[str, Any]) -> None:
     rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)
     if job.recipe.cluster.prometheus:
         register_sample_reader(lambda: read_replica_samples(replicas))
+    profile = job.recipe.trainer.profile
+    traces = None
+    if profile and profile.server_seconds and inference.nodes_per_replica == 1:
+        traces = ServerTraces(profile, paths, job.cell)
     record_state_entry("serve")
     try:
         while not stop.requested:
             for replica in replicas:
                 replica.maintain_server_once()
+                if traces is not None:
+                    traces.begin_due_trace(replica.build_view())
             stop.wait(REPLICA_POLL_S)
     finally:
         rendezvous.remove_own_endpoint(paths.rendezvous_dir, service)

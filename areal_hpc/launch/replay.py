@@ -46,6 +46,7 @@ COMPUTE_KEYS = (
     "trainer.max_tokens_per_microbatch",
     "trainer.offload",
     "trainer.parallel",
+    "trainer.profile",
     "trainer.recompute",
 )
 """Keys of how a step is computed and saved. They apply to every step of a replay."""

@@ -144,6 +144,12 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "weights.transport",
             "use weights.transport=broadcast, or trainer.lora.sync=merged",
         )
+    if profile := trainer.profile:
+        lasts = {"steps": trainer.total_steps, "ranks": parallel.world_size - 1}
+        for name, last in lasts.items():
+            if (largest := max(getattr(profile, name), default=0)) > last:
+                message = f"trainer.profile.{name} has {largest}, and the last is {last}"
+                yield Problem(message, f"trainer.profile.{name}", f"name those up to {last}")
     objective = trainer.objective
     for setting in objective.list_settings(RATIO_SETTINGS) if trainer.ratios_are_one else ():
         yield Problem(

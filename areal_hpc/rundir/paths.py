@@ -110,6 +110,8 @@ class RunPaths(_Folder):
     """One JSON line per event of any role."""
     spans_dir = _PathDescriptor("spans")
     """Timed spans, one file per process. It may be removed."""
+    profiles_dir = _PathDescriptor("profiles")
+    """Traces of `trainer.profile`, one folder per step. It may be removed."""
     annotations_dir = _PathDescriptor("annotations")
     """The trainer's values for the tokens it learned from, one file per step. It may be removed."""
     prometheus_dir = _PathDescriptor("prometheus")
@@ -167,6 +169,12 @@ class RunPaths(_Folder):
 
     def annotation(self, step: int) -> Path:
         return self.annotations_dir / f"{format_step_dir(step)}.msgpack"
+
+    def profile(self, step: int, file_name: str) -> Path:
+        return self.profiles_dir / format_step_dir(step) / file_name
+
+    def list_profiles(self) -> list[Path]:
+        return sorted(self.profiles_dir.glob("step_*/[!.]*"))
 
     def export_dir(self, export_name: str) -> Path:
         return self.root / "export" / export_name

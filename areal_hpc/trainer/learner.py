@@ -75,6 +75,7 @@ from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.custom_loss import load_custom_loss
 from areal_hpc.trainer.objective.loss_stats import build_loss_metrics
 from areal_hpc.trainer.objective.policy_loss import compute_minibatch_factors
+from areal_hpc.trainer.profiling import trace_step
 from areal_hpc.trainer.side_networks import CriticTrainer, FrozenModels
 from areal_hpc.trainer.step import PolicyTrainer, make_micro_batches_of_this_rank, score_rows
 from areal_hpc.weights.update import Probe, choose_probe_ids
@@ -347,6 +348,10 @@ class Learner:
         self._annotator.close()
         self._frozen.close()
         self.checkpoints.close()
+
+    def trace_step(self, step: int) -> AbstractContextManager[None]:
+        """Trace the block as the training of a step, if `trainer.profile` names it."""
+        return trace_step(self._config.profile, self._paths, step, self.policy.device)
 
     def score_probe(self) -> Probe:
         """Score the fixed prompt with which replicas prove these weights. A collective."""

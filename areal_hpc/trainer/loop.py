@@ -141,7 +141,8 @@ def _execute_command(
         case Action.TRAIN:
             assert command.manifest is not None
             try:
-                row = learner.train_batch(command.manifest, command.quarantine)
+                with learner.trace_step(command.manifest.step):
+                    row = learner.train_batch(command.manifest, command.quarantine)
             except StopRequestedError:  # on all ranks: the next turn ends the loop
                 return
             except _BATCH_ERRORS:

@@ -50,7 +50,10 @@ OWNERS = {
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
         *("maybe_move_tensor_to_cpu", "te_general_gemm"),
     ],
-    "trainer/private_apis/torch_private.py": ["_get_default_store", "_flash_attention_forward"],
+    "trainer/private_apis/torch_private.py": [
+        *("_get_default_store", "_flash_attention_forward"),
+        *("_record_memory_history", "_dump_snapshot"),
+    ],
     "weights/process_group.py": ["_new_process_group_helper", "pg_group_ranks"],
 }
 """Every private name that the package uses, by the one module that may."""
@@ -72,6 +75,8 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
         c10d._new_process_group_helper,
         "group_size group_rank global_ranks_in_group backend store group_name",
     ),
+    (torch.cuda.memory._record_memory_history, "enabled"),
+    (torch.cuda.memory._dump_snapshot, "filename"),
     (submitit.SlurmExecutor._make_submission_file_text, "self command uid"),
     (omegaconf.DictConfig._get_node, "self key"),
 ]

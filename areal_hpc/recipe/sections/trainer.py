@@ -176,6 +176,20 @@ def compute_learning_rate(step: int, total_steps: int, config: SftAdamConfig) ->
     return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
+class ProfileConfig(BaseConfig):
+    """Steps that the trainer and SGLang trace with torch.profiler."""
+
+    steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    """Steps to trace."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """Trainer ranks that trace them."""
+    memory: bool = False
+    """Whether these ranks also write a snapshot of the GPU's memory, with its history."""
+    server_seconds: Annotated[float, Field(ge=0)] = 2.0
+    """Time for which each server traces, from when it serves the weights before a step; 0: never.
+    Servers that span nodes do not."""
+
+
 def _convert_false_to_off(value: object) -> object:
     return "off" if value is False else value
 
@@ -220,6 +234,8 @@ class TrainerConfig(BaseConfig):
         Literal["off", "sampled", "all"], BeforeValidator(_convert_false_to_off)
     ] = "sampled"
     """Rows of a step whose tokens are annotated for viewing: none, 64 in whole groups, or all."""
+    profile: ProfileConfig | None = None
+    """Steps to trace for profiling; null: none."""
 
     @model_validator(mode="after")
     def _check_sharding(self) -> TrainerConfig:

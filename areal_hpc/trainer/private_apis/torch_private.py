@@ -3,6 +3,8 @@
 tests/contract/test_private_apis.py checks that each exists with the expected signature.
 """
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -26,6 +28,15 @@ def pin_host_memory(host: torch.Tensor) -> None:
 def unpin_host_memory(host: torch.Tensor) -> None:
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(cuda.cudaHostUnregister(host.data_ptr())))
+
+
+def record_gpu_memory_history(what: Literal["all"] | None) -> None:
+    """Record each allocation with its stack from now on; None ends it."""
+    torch.cuda.memory._record_memory_history(what)
+
+
+def dump_gpu_memory_snapshot(path: str) -> None:
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def activate_flash_attention_4(device: torch.device) -> bool:

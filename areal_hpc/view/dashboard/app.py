@@ -22,7 +22,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
@@ -106,6 +106,15 @@ def _describe_trajectory(request: PageRequest) -> JsonObject:
     )
 
 
+def _find_profile(request: PageRequest) -> Path:
+    """Find a trace among those that exist, so that a request names no other file."""
+    paths, named = request.view.paths, request.query.get("file", "")
+    for path in paths.list_profiles():
+        if str(path.relative_to(paths.profiles_dir)) == named:
+            return path
+    raise RecipeError(f"there is no trace {named[:100]!r}", key="file")
+
+
 RUN_PAGES: dict[str, Callable[[PageRequest], Any]] = {
     "overview": lambda request: run_pages.describe_run_overview(request.view),
     "summary": lambda request: run_pages.describe_summary(request.view),
@@ -118,8 +127,9 @@ RUN_PAGES: dict[str, Callable[[PageRequest], Any]] = {
 CHOICE_PAGES: dict[str, Callable[[PageRequest], Any]] = {
     "rows": _find_row_page,
     "trajectory": _describe_trajectory,
+    "profile": _find_profile,
 }
-"""Pages of rows that the reader chooses, which a report does not contain."""
+"""Pages of what the reader chooses, which a report does not contain."""
 
 
 def read_static_file(file_name: str) -> bytes:
@@ -180,6 +190,8 @@ class DashboardApp:
             return _build_json_response(
                 {"error": run_pages.explain_page_error(title, error)}, status_code
             )
+        if isinstance(data, Path):
+            return FileResponse(data, filename=f"{data.parent.name}.{data.name}")
         return _build_json_response(data)
 
     def _find_run(self, query: Query) -> RunPaths:

@@ -316,6 +316,10 @@ def describe_summary(view: RunView) -> JsonObject:
         ],
         "events": count_unusual_events(read_all_events(paths.events), MAX_SHOWN_EVENTS),
         "launches": [list(_describe_launch(launch)) for launch in view.launches],
+        "profiles": [
+            {"file": str(path.relative_to(paths.profiles_dir)), "bytes": path.stat().st_size}
+            for path in paths.list_profiles()
+        ],
     }
 
 

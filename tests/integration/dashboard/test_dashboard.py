@@ -92,6 +92,20 @@ def test_the_page_may_load_nothing_from_elsewhere_and_never_takes_text_for_marku
         assert not re.search(banned, answer.text), name
 
 
+def test_a_trace_is_downloaded_by_its_name_and_no_other_file_is(url: str, run: RunPaths) -> None:
+    trace = run.profile(3, "trainer-0.trace.json.gz")
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"trace")
+    (listed,) = ask(url, "summary")["profiles"]
+    query = {"run": "shown/run", "file": listed["file"]}
+    answer = httpx.get(f"{url}data/profile", params=query)
+    assert (answer.content, listed["bytes"]) == (b"trace", 5)
+    assert "step_00000003.trainer-0.trace.json.gz" in answer.headers["content-disposition"]
+    for file in ("../recipe.yaml", "step_00000003/../../recipe.yaml", str(run.recipe), ""):
+        answer = httpx.get(f"{url}data/profile", params=query | {"file": file})
+        assert answer.status_code == 400
+
+
 def test_rows_of_every_kind_are_shown_as_data(url: str, run: RunPaths) -> None:
     (failed,) = ask(url, "rows", where="kind=failed")["rows"]
     assert failed["cause"] == INJECTIONS[1]

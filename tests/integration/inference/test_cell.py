@@ -1,3 +1,4 @@
+import gzip
 import signal
 from collections.abc import Iterator
 
@@ -14,12 +15,16 @@ from tests.support.service_keys import OTHER_SERVICE_KEY
 from tests.support.waiting import wait_for
 
 HEALTH_TIMEOUT_S = scaled(8)
+TRACED_STEP = 41
 
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     run_dir = tmp_path_factory.mktemp("run")
-    with running_cell(run_dir, tiny_qwen3(0), health_timeout_s=HEALTH_TIMEOUT_S) as cell:
+    trainer = {"profile": {"steps": [TRACED_STEP], "server_seconds": 1.0}}
+    with running_cell(
+        run_dir, tiny_qwen3(0), trainer=trainer, health_timeout_s=HEALTH_TIMEOUT_S
+    ) as cell:
         yield cell
 
 
@@ -87,6 +92,22 @@ def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaV
     after = cell.await_replica(lambda view: view.state == "serving")
     assert (after.incarnation, after.version) == (before.incarnation, f"{cell.generation}.1")
     assert cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)["output_ids"]
+
+
+@pytest.mark.usefixtures("before")
+def test_a_server_is_traced_from_when_it_serves_the_weights_before_a_chosen_step(
+    cell: Cell,
+) -> None:
+    cell.control("serve", {"version": f"{cell.generation}.{TRACED_STEP - 1}"})
+    trace = cell.paths.profile(TRACED_STEP, "cell-0-0-TP-0.trace.json.gz")
+
+    def is_traced() -> bool:
+        cell.generate([5, 6, 7], max_new_tokens=8, temperature=0)
+        return trace.exists()
+
+    wait_for(is_traced, why=cell.logs)
+    assert cell.paths.list_profiles() == [trace]
+    assert b"aten::" in gzip.decompress(trace.read_bytes())
 
 
 @pytest.mark.last

@@ -1,5 +1,7 @@
 """Metrics, the entropy term and annotations are those of transformers, in every layout."""
 
+import gzip
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,31 @@ def test_metrics_do_not_depend_on_the_layout(
     check_layouts_agree(
         ranks, last_is_best, tmp_path, {}, NAMES, layouts=LAYOUTS, rel=1e-3, **EVERY_STEP
     )
+
+
+def test_a_traced_step_trains_to_the_same_bits_and_leaves_a_trace_of_the_chosen_rank(
+    ranks: RankServer, last_is_best: Path, tmp_path: Path
+) -> None:
+    plain, traced = (
+        RunPaths(shutil.copytree(last_is_best, tmp_path / name)) for name in ("plain", "traced")
+    )
+    profile = {"profile": {"steps": [2], "ranks": [1]}}
+    settings = {"objective": {}, "parallel": {"dp": 2}, "steps": 2}
+    reports = [
+        train_run(ranks, paths, more=more, **settings).reports[0]["digests"]
+        for paths, more in ((plain, {}), (traced, profile))
+    ]
+    assert reports[0] == reports[1]
+    (trace,) = traced.list_profiles()
+    assert trace == traced.profile(2, "trainer-1.trace.json.gz")
+    names = {event.get("name", "") for event in read_trace(trace)}
+    assert any(name.startswith("aten::") for name in names)
+    assert any(name.endswith(": train_batch") for name in names)
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return events
 
 
 def test_the_last_groups_are_the_best_of_the_run_and_updates_count_each_token_once(

@@ -149,6 +149,12 @@ REFUSED = [
         "trainer.lora",
         "needs gate_proj beside up_proj",
     ),
+    (
+        "trainer.profile={steps: [3, 99], ranks: [0, 1]}",
+        "trainer.profile.steps trainer.profile.ranks",
+        "steps has 99, and the last is 25|ranks has 1, and the last is 0",
+    ),
+    ("trainer.profile={memory: true}", "trainer.profile.steps", "this key is required"),
     # names that would leave the file root
     *(
         (f"trial_name='{name}'", "trial_name", "regular expression")

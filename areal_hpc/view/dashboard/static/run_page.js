@@ -117,7 +117,17 @@ async function showSummary(main, query) {
     element("h2", {}, "Events that are not routine"),
     panel(data.events.length ? data.events.map(([event, role, count]) => small(`${count} x ${event} (${role})`)) : small("none")),
     element("h2", {}, "Launches"),
-    ...data.launches.map((launch) => panel(buildFacts(launch))));
+    ...data.launches.map((launch) => panel(buildFacts(launch))),
+    ...(data.profiles.length ? listProfiles(data.profiles, query.run) : []));
+}
+
+/** List the traces of `trainer.profile`, for download unless this is a report. */
+function listProfiles(profiles, run) {
+  const link = (file) => (isReport ? file : element("a", { href: `data/profile?${new URLSearchParams({ run, file })}` }, file));
+  return [element("h2", {}, "Traces"),
+    element("div", { class: "panel" },
+      element("p", { class: "small quiet" }, "Open a trace at ui.perfetto.dev and a snapshot of memory (.pickle) at docs.pytorch.org/memory_viz: both read the file in your browser."),
+      profiles.map(({ file, bytes }) => element("p", { class: "small" }, link(file), ` ${formatNumber(bytes / 1e6)} MB`)))];
 }
 
 /** Show a headline, its findings with links to their pages, and things to try. */
