@@ -1,4 +1,4 @@
-"""`areal-hpc status`, `logs`, `list`, `audit` and `shards`: inspect runs and their records."""
+"""`areal-hpc status`, `watch`, `logs`, `list`, `audit`, `shards`: inspect a run and its records."""
 
 from __future__ import annotations
 
@@ -74,6 +74,23 @@ def _show_status(arguments: argparse.Namespace) -> int:
         lines += ["", summarize_run(view, get_program_command())]
     print("\n".join(lines))
     return UNHEALTHY_EXIT_CODE if view.failure_alerts else 0
+
+
+@commands.add("watch", RUN)
+def _watch_run(arguments: argparse.Namespace) -> int:
+    """Show the progress of a run until it is over, then its status.
+
+    It only reads, on the machine of the run or on a login node. Ctrl-C leaves the run at work.
+
+    $ areal-hpc watch runs/quickstart/demo
+    """
+    from areal_hpc.view.state.live_progress import watch_run
+
+    try:
+        watch_run(parse_run_dir(arguments.run))
+    except KeyboardInterrupt:
+        return 0  # the way out before the end
+    return _show_status(arguments)
 
 
 @commands.add(

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -43,15 +43,33 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     With `on_this_machine` they include the GPUs of this machine that each process gets.
     """
     # Imported here: `--help` stays quick without pydantic and submitit.
-    from areal_hpc.launch.plan import plan_run
     from areal_hpc.launch.resources import build_memory_report
     from areal_hpc.recipe.presets import describe_preset
+
+    yield from _describe_stages(recipe, _list_process_lines, on_this_machine=on_this_machine)
+    if preset := list(describe_preset(recipe.model_dump(mode="json"))):
+        yield from ["", *preset]
+    yield from ["", *_describe_environment_variables(recipe), ""]
+    yield from build_memory_report(recipe)
+
+
+def _describe_dry_run(recipe: Recipe, *, on_this_machine: bool) -> Iterator[str]:
+    from areal_hpc.launch.resources import build_memory_report
+
+    yield from _describe_stages(recipe, _list_process_names, on_this_machine=on_this_machine)
+    yield from (line for line in build_memory_report(recipe) if line.startswith("warning: "))
+
+
+def _describe_stages(
+    recipe: Recipe, list_processes: Callable[[JobSpec], list[str]], *, on_this_machine: bool
+) -> Iterator[str]:
+    from areal_hpc.launch.plan import plan_run
 
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
         needs = f"{_format_count(total, 'GPU')} at once" if total else "no GPU"
         yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
-        for described, alike in itertools.groupby(stage.jobs, _describe_job_without_name):
+        for described, alike in itertools.groupby(stage.jobs, list_processes):
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
@@ -59,20 +77,25 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
             yield from (f"  {line}" for line in _describe_local_gpu_assignment(stage, recipe))
-    if preset := list(describe_preset(recipe.model_dump(mode="json"))):
-        yield from ["", *preset]
-    yield from ["", *_describe_environment_variables(recipe), ""]
-    yield from build_memory_report(recipe)
 
 
 def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _describe_job_without_name(job: JobSpec) -> list[str]:
+def _describe_devices(job: JobSpec) -> str:
     count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
     gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
-    lines = [f"{count}, {gpus}"]
+    return f"{count}, {gpus}"
+
+
+def _list_process_names(job: JobSpec) -> list[str]:
+    names = ", ".join(process.name for process in job.processes)
+    return [f"{_describe_devices(job)}: {names}"]
+
+
+def _list_process_lines(job: JobSpec) -> list[str]:
+    lines = [_describe_devices(job)]
     for process in job.processes:
         tasks = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
         gpus = "uses the GPUs" if process.uses_gpus and job.gpus_per_task else ""
@@ -149,7 +172,7 @@ def _wrap_under_title(title: str, words: Sequence[str]) -> list[str]:
     RECIPE,
     OVERRIDES,
     FRESH,
-    flag("--dry-run", "print the jobs, processes, GPUs and memory; start nothing"),
+    flag("--dry-run", "print the jobs with their GPUs; start nothing"),
     flag(
         "--in-allocation",
         "run the jobs as steps (srun) of the Slurm allocation that this shell holds",
@@ -170,7 +193,9 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        lines: Iterable[str] = describe_plan(recipe, on_this_machine=not arguments.in_allocation)
+        lines: Iterable[str] = _describe_dry_run(
+            recipe, on_this_machine=not arguments.in_allocation
+        )
         if arguments.in_allocation:
             from areal_hpc.jobs.config import get_interpreters
             from areal_hpc.launch.job_places import describe_planned_steps
@@ -179,7 +204,8 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
             allocation, pythons = read_allocation(os.environ), get_interpreters(recipe)
             lines = chain(lines, [""], describe_planned_steps(recipe, allocation, pythons))
         print("\n".join(lines))
-        print(f"\nnothing was started; {_describe_run_dir(recipe)}")
+        print(f"nothing was started; {_describe_run_dir(recipe)}")
+        print(f"areal-hpc plan {arguments.recipe} shows processes, environment and memory")
         return 0
     result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
     return result.exit_code
@@ -198,7 +224,7 @@ def _describe_run_dir(recipe: Recipe) -> str:
 
 @commands.add("plan", RECIPE, OVERRIDES)
 def _print_plan(arguments: argparse.Namespace) -> int:
-    """Show the jobs and GPU memory of a recipe; start nothing.
+    """Show the jobs, processes, environment and GPU memory of a recipe; start nothing.
 
     $ areal-hpc plan recipes/gpu64_math_qwen2.5_7b.yaml cluster.gpu_memory_gib=80
     """

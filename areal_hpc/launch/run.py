@@ -5,11 +5,9 @@ import json
 import math
 import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +38,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import query_live_job_ids
 from areal_hpc.slurm.scontrol import read_allocation
 from areal_hpc.view.formatting import format_next_command, get_program_command, say
-from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
+from areal_hpc.view.state.live_progress import open_progress_reporter
 from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import summarize_run
 
@@ -102,10 +100,11 @@ def run(
     if not fresh and report_finished_run(recipe, paths, new_run_hint):
         return _read_run_result(paths, "finished")
     allocation = read_allocation(os.environ) if in_allocation else None
+    lengths = recipe.trainer.total_steps, recipe.sft.total_steps if recipe.sft else 0
     try:
         with (
             catch_stop_signals(STOPPING_MESSAGE) as stop,
-            open_progress_reporter(recipe, paths) as reporter,
+            open_progress_reporter(paths, *lengths) as reporter,
         ):
             for note in (*notes, f"run      {paths.root}"):
                 reporter.print_line(note)
@@ -155,7 +154,8 @@ def submit(
         say(f"next     {format_next_command('status', paths)}\n         squeue --me")
         return _read_run_result(paths, "submitted")
     try:
-        with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
+        lengths = recipe.trainer.total_steps, recipe.sft.total_steps if recipe.sft else 0
+        with catch_stop_signals() as stop, open_progress_reporter(paths, *lengths) as reporter:
             watch_submitted_run(recipe, paths, reporter, stop)
     except RunInterruptedError:
         print(f"detached; jobs keep running: {format_next_command('status', paths)}")
@@ -175,20 +175,6 @@ def report_finished_run(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRE
     print(summarize_run(RunView(paths), get_program_command()))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
-
-
-@contextmanager
-def open_progress_reporter(
-    recipe: Recipe, paths: RunPaths
-) -> Iterator[PlainReporter | LiveReporter]:
-    """Open a reporter of a run's progress, and close it when the context ends."""
-    reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
-    sft_steps = recipe.sft.total_steps if recipe.sft else 0
-    reporter = reporter_class(paths, recipe.trainer.total_steps, sft_steps)
-    try:
-        yield reporter
-    finally:
-        reporter.close()
 
 
 def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:

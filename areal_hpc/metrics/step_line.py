@@ -1,5 +1,6 @@
 """Text about trained steps, for the terminal and the trainer's log."""
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from areal_hpc.metrics.step_metrics import (
 
 MAX_PACE_STEPS = 20
 MIN_SHOWN_SHARE = 0.01
+SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 
 MetricRow = Mapping[str, Any]
 
@@ -28,33 +30,41 @@ def format_metric(value: float | None, format_spec: str) -> str:
 
 
 def format_step_line(row: MetricRow, total: int | None = None) -> str:
-    """Format step, rewards and seconds within 80 columns of a terminal."""
+    """Format step, rewards and speed within 80 columns of a terminal."""
+    return "  ".join((format_step_number(row, total), *list_step_figures(row)))
+
+
+def format_step_number(row: MetricRow, total: int | None) -> str:
     total_suffix = f"/{total}" if total is not None else ""
-    return "  ".join((f"step  {row['step']:>5}{total_suffix}", *_format_rewards(row)))
+    return f"step  {row['step']:>5}{total_suffix}"
 
 
-def _format_rewards(row: MetricRow) -> Iterator[str]:
+def list_step_figures(row: MetricRow) -> Iterator[str]:
+    """Yield the rewards of a step, its own first, and its speed."""
     if "reward/mean" in row:
-        spread = f" ± {format_metric(row['reward/std'], '.2f')}" if "reward/std" in row else ""
-        yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
+        yield f"reward {format_metric(row['reward/mean'], '.3f')}"
+    elif "loss" in row:  # supervised fine-tuning
+        yield f"loss {format_metric(row['loss'], '.4f')}"
     if VALIDATION_REWARD_METRIC in row:
         yield f"held-out {format_metric(row[VALIDATION_REWARD_METRIC], '.3f')}"
-    yield from format_evaluation_set_metrics(row)
-    if "reward/mean" not in row and "loss" in row:  # supervised fine-tuning
-        yield f"loss {format_metric(row['loss'], '.4f')}"
-    if row.get("time/step_s") is not None:
-        yield f"{row['time/step_s']:.1f} s"
+    else:
+        yield from itertools.islice(format_evaluation_set_metrics(row), 1)
+    if row.get("time/step_s") is not None and "tokens/trained" in row:
+        yield f"{compute_trained_tokens_per_s([row]):,.0f} tokens/s"
 
 
 def format_step_details(row: MetricRow) -> Iterator[str]:
     """Yield further figures of a step for the trainer's log."""
+    if row.get("time/step_s") is not None:
+        yield f"{row['time/step_s']:.1f} s"
+    yield from format_evaluation_set_metrics(row)
     if "reward/mean" not in row:
         return
-    if row.get("time/step_s") is not None:
-        waiting = compute_time_shares_by_system_part(row).get("generation", 0.0)
-        if waiting >= MIN_SHOWN_SHARE:
-            yield f"{waiting:.0%} waiting for generation"
-        yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
+    waiting = compute_time_shares_by_system_part(row).get("generation", 0.0)
+    if waiting >= MIN_SHOWN_SHARE:
+        yield f"{waiting:.0%} waiting for generation"
+    if "reward/std" in row:
+        yield f"reward ± {format_metric(row['reward/std'], '.2f')}"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"
     if (length := row.get("reply/tokens_mean")) is not None:
@@ -68,6 +78,16 @@ def format_step_details(row: MetricRow) -> Iterator[str]:
     if row.get("logprob/compared_tokens"):
         compared = format_metric(row.get("logprob/engine_trainer_max_abs_diff"), ".1e")
     yield f"engine-trainer {compared}"
+
+
+def draw_sparkline(values: Sequence[float], width: int) -> str:
+    """Draw the last `width` values as blocks, from their least to their greatest."""
+    shown = values[max(0, len(values) - width) :]
+    if not shown:
+        return ""
+    low, top = min(shown), len(SPARKLINE_BLOCKS) - 1
+    span = max(shown) - low or 1.0
+    return "".join(SPARKLINE_BLOCKS[round((value - low) / span * top)] for value in shown)
 
 
 def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:

@@ -87,9 +87,11 @@ def test_a_dry_run_starts_nothing(tmp_path: object, capfd: pytest.CaptureFixture
     assert exit_code_of("run", "--dry-run", "recipes/gpu64_math_qwen2.5_7b.yaml", fileroot) == 0
     shown = capfd.readouterr().out
     assert "GPUs at once" in shown
-    assert "trainer    train   every task" in shown
+    assert "job trainer: 32 tasks, 1 GPU each: ledger, trainer" in shown
     assert "nothing was started" in shown
     assert exit_code_of("status", f"{tmp_path}/runs") == 78
+    assert exit_code_of("run", "--dry-run", "recipes/quickstart.yaml", fileroot) == 0
+    assert len(capfd.readouterr().out.splitlines()) <= 12
 
 
 def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:

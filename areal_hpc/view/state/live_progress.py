@@ -1,9 +1,12 @@
-"""Live progress: a terminal panel or plain lines."""
+"""Live progress: plain lines, and on a terminal a live line below them."""
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -13,42 +16,65 @@ from rich.text import Text
 from areal_hpc.dataset.sources import count_materialized_rows
 from areal_hpc.errors import escape_controls
 from areal_hpc.evaluation.set_names import STEP_OF_LOADED_WEIGHTS, split_ticket_id
-from areal_hpc.metrics.alerts import AlertTracker
-from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
+from areal_hpc.metrics.alerts import Alert, AlertTracker
+from areal_hpc.metrics.step_line import (
+    draw_sparkline,
+    estimate_remaining_s,
+    format_metric,
+    format_step_line,
+    format_step_number,
+    list_step_figures,
+)
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation_metrics
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_inputs import get_recipe_value
 from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events import NewEventLineFormatter, RunPhaseTracker
-from areal_hpc.view.formatting import format_duration
+from areal_hpc.view.formatting import format_duration, list_numbers
 from areal_hpc.view.state.run_view import RunView
 from areal_hpc.view.state.summary import format_alert
-from areal_hpc.wire.ledger import LedgerStatus
 
 MAX_SFT_LINES = 10
 REFRESH_S = 1.0
 MAX_SILENCE_S = 60.0
 N_EVALUATION_LINES = 10
 MAX_EVALUATION_SILENCE_S = 30.0
+MAX_EARLIER_STEPS = 10
+"""Steps that a reporter shows of those before it."""
+MAX_SHOWN_ALERTS = 4
+MAX_SPARKLINE_STEPS = 24
+WATCH_POLL_S = 0.5
+STATE_POLL_S = 15.0
 
 
 class PlainReporter:
+    """Reporter in plain lines. With `joins_run` it also shows what the run did before."""
+
     def __init__(
-        self, paths: RunPaths, total_steps: int, sft_steps: int, console: Console | None = None
+        self,
+        paths: RunPaths,
+        total_steps: int,
+        sft_steps: int,
+        console: Console | None = None,
+        *,
+        joins_run: bool = False,
     ) -> None:
         self._paths = paths
         self._total_steps = total_steps
         self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._view = RunView(paths)
-        self._last_step = _get_last_step(self._view.steps)
+        shown = MAX_EARLIER_STEPS if joins_run else 0
+        self._last_step = _get_last_step(self._view.steps[: len(self._view.steps) - shown])
         self._last_sft = _get_last_step(self._view.sft)
         self._evaluated = _list_evaluated_steps(self._view.steps)
         self._alerts: AlertTracker | None = None
         self._refreshed_at = 0.0
         self._events = EventFollower(paths.events)
-        self._news, self._phase = NewEventLineFormatter(), RunPhaseTracker()
+        self._news = NewEventLineFormatter()
+        self._phase = RunPhaseTracker.from_events(self._view.events if joins_run else ())
         self._printed_at = time.monotonic()
         self._shown_phase = ""
         self._has_trained = False
@@ -102,21 +128,27 @@ class PlainReporter:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self._has_trained = self._has_trained or row["step"] > 0
-                self.print_line(self._format_step(steps[: number + 1]))
+                self._print_step(steps[: number + 1])
                 if self._alerts is None:  # the recipe is there once a step is
                     self._alerts = AlertTracker(self._view.alerts_off)
                     self._alerts.take_new_alerts(steps[:number])
                 for alert in self._alerts.take_new_alerts(steps[: number + 1]):
-                    self.print_line(format_alert(alert))
+                    self._report_alert(alert)
             elif list_evaluated_sets(row) and row["step"] not in self._evaluated:
                 evaluation = {"step": row["step"], **select_evaluation_metrics(row)}
                 self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = _list_evaluated_steps(steps)
 
-    def _format_step(self, rows: Sequence[dict[str, Any]]) -> str:
-        line = format_step_line(rows[-1], self._total_steps)
+    def _print_step(self, rows: Sequence[dict[str, Any]]) -> None:
+        left = self._describe_time_left(rows)
+        self.print_line("  ".join((format_step_line(rows[-1], self._total_steps), *left)))
+
+    def _describe_time_left(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         left_s = estimate_remaining_s(rows, self._total_steps)
-        return f"{line}  about {format_duration(left_s)} left" if left_s else line
+        return [f"{format_duration(left_s)} left"] if left_s else []
+
+    def _report_alert(self, alert: Alert) -> None:
+        self.print_line(format_alert(alert))
 
     def close(self) -> None:
         self.report_new_events()
@@ -155,55 +187,96 @@ class EvaluationReporter(PlainReporter):
 
 
 class LiveReporter(PlainReporter):
-    def __init__(self, paths: RunPaths, total_steps: int, sft_steps: int) -> None:
-        self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
-        super().__init__(paths, total_steps, sft_steps, self._live.console)
+    """Reporter on a terminal: a line for each step, a live line, and below it what is amiss."""
+
+    def __init__(
+        self, paths: RunPaths, total_steps: int, sft_steps: int, *, joins_run: bool = False
+    ) -> None:
+        console = Console(highlight=False)
+        super().__init__(paths, total_steps, sft_steps, console, joins_run=joins_run)
+        self._new_alerts: list[Alert] = []
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._live.start()
-        self._began_at = time.monotonic()
+
+    def _print_step(self, rows: Sequence[dict[str, Any]]) -> None:
+        number = format_step_number(rows[-1], self._total_steps)
+        reward, *others = (*list_step_figures(rows[-1]), *self._describe_time_left(rows))
+        # Not arguments of `print`, which would apply to the live line, too, and change its height.
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(number, style="bold").append(f"  {reward}")
+        if "reward/mean" in rows[-1] and not self._console.options.ascii_only:
+            free = self._console.width - cell_len("  ".join((number, reward, "", *others)))
+            width = max(0, min(free, self._total_steps, MAX_SPARKLINE_STEPS))
+            curve = draw_sparkline(list_numbers(rows, "reward/mean"), width)
+            line.append(f" {curve.ljust(width)}", style="cyan")
+        line.append("".join(f"  {figure}" for figure in others))
+        self._console.print(line)
+
+    def _report_alert(self, alert: Alert) -> None:
+        self._new_alerts.append(alert)
 
     def _refresh(self, stage: str) -> None:
         self.report_new_steps()
-        rows, total = self._view.steps, self._total_steps
+        rows, total, name = self._view.steps, self._total_steps, "step"
         if stage == "sft":
-            rows, total = self._view.sft, self._sft_steps
+            rows, total, name = self._view.sft, self._sft_steps, "SFT step"
         done = rows[-1]["step"] if rows else 0
-        # Steps of an earlier launch do not show how long this one takes to start.
-        left_s = estimate_remaining_s(rows, total) if stage == "sft" or self._has_trained else None
-        head = Table.grid(padding=(0, 2))
-        head.add_row(
-            Text(stage, style="bold"),
-            ProgressBar(total=total, completed=done, width=40),
-            f"step {done}/{total}",
-            format_duration(time.monotonic() - self._began_at),
-            f"about {format_duration(left_s)} left" if left_s is not None else "",
+        line = Table.grid(padding=(0, 2), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(width=16)
+        line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        line.add_row(
+            Text(f"{name} {done}/{total}", style="bold"),
+            ProgressBar(total=total, completed=done),
+            Text(escape_controls(self._describe_phase(stage))),
         )
-        lines = [Text(self._describe_phase(stage))]
-        if stage == "train" and self._view.ledger is not None:
-            lines.append(Text(format_ticket_line(self._view.ledger), style="dim"))
-        self._live.update(Group(head, *lines))
+        alerts = self._view.alerts[:MAX_SHOWN_ALERTS]
+        styles = {"failure": "bold red", "note": "yellow"}
+        notes = [Text(format_alert(alert), style=styles[alert.level]) for alert in alerts]
+        self._live.update(Group(line, *notes))
 
     def close(self) -> None:
-        """Print what is new since the last refresh, and remove the panel."""
+        """Print what is new since the last refresh and all alerts, and remove the live line."""
         try:
             super().close()
+            for alert in self._new_alerts:
+                super()._report_alert(alert)
         finally:  # else the terminal stays without a cursor
             self._live.stop()
 
 
+@contextmanager
+def open_progress_reporter(
+    paths: RunPaths, total_steps: int, sft_steps: int, *, joins_run: bool = False
+) -> Iterator[PlainReporter]:
+    """Open a reporter of a run's progress, and close it when the context ends."""
+    is_live = sys.stdout.isatty() and not Console().is_dumb_terminal
+    reporter_class = LiveReporter if is_live else PlainReporter
+    reporter = reporter_class(paths, total_steps, sft_steps, joins_run=joins_run)
+    try:
+        yield reporter
+    finally:
+        reporter.close()
+
+
+def watch_run(paths: RunPaths) -> None:
+    """Show the progress of a run that another process started, until it is over."""
+    view = RunView(paths)
+    sft_steps = int(get_recipe_value(view.recipe, "sft.total_steps") or 0)
+    with open_progress_reporter(paths, view.total_steps, sft_steps, joins_run=True) as reporter:
+        while view.state.startswith(("running", "waiting", "ending", "unknown", "being")):
+            looked_at = time.monotonic()
+            while time.monotonic() < looked_at + STATE_POLL_S:
+                is_sft = sft_steps and not paths.sft_export.exists()
+                reporter.show_progress("sft" if is_sft else "train")
+                if paths.finished_marker.exists():
+                    return
+                time.sleep(WATCH_POLL_S)
+            view.look_again()
+
+
 def _get_last_step(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1]["step"]) if rows else -1
-
-
-def format_ticket_line(ledger: LedgerStatus) -> str:
-    line = (
-        f"tickets: {ledger.leased} running, {ledger.finished} finished, "
-        f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"
-    )
-    if ledger.filtered:
-        line += f", {ledger.filtered} filtered"
-    if ledger.eval_total > ledger.eval_done:
-        line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
-    return line
 
 
 def _list_evaluated_steps(rows: Sequence[dict[str, Any]]) -> set[int]:

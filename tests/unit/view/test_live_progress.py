@@ -1,0 +1,124 @@
+"""Progress of a run on a terminal, and in plain lines without one."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from areal_hpc.metrics.step_line import SPARKLINE_BLOCKS, draw_sparkline, format_step_line
+from areal_hpc.rundir.lock import hold_lock
+from tests.support.commands import exit_code_of
+from tests.support.deadlines import scaled
+from tests.support.environments import CHECKOUT
+from tests.support.made_run import MadeEpisode, MadeRun
+
+BATCH = [MadeEpisode(task=task, reward=float(task % 2)) for task in range(8)]
+SETS = {f"evaluation__set{number}__avg@1": 0.5 for number in range(6)}
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def learn(run: MadeRun, steps: int = 4) -> None:
+    for step in range(steps):
+        run.add_step(BATCH, grad_norm=0.0, reward__mean=step / steps, eval__reward=0.5, **SETS)
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ([0.0, 0.5, 1.0], 8, "▁▅█"),
+        ([9.0, 0.0, 0.5, 1.0], 3, "▁▅█"),
+        ([2.0, 2.0], 8, "▁▁"),
+        ([1.0, 2.0], 0, ""),
+        ([], 8, ""),
+    ],
+)
+def test_a_sparkline_draws_the_last_values(values: list[float], width: int, drawn: str) -> None:
+    assert draw_sparkline(values, width) == drawn
+
+
+def test_a_step_s_line_keeps_to_80_columns_whatever_was_evaluated() -> None:
+    row = {f"evaluation/set{number}/avg@8": 0.5 for number in range(20)}
+    row |= {"step": 1000, "reward/mean": 0.5, "time/step_s": 0.01, "tokens/trained": 10**7}
+    assert len(format_step_line(row, 1000)) <= 80
+    assert len(format_step_line(row | {"eval/reward": 0.5}, 1000)) <= 80
+
+
+def watch_at_terminal(run: MadeRun, columns: int, *markers: str, **environ: str) -> str:
+    """Return the output of `areal-hpc watch` at a terminal, stopped once all markers were shown.
+
+    The run takes a step after each of them.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = [sys.executable, "-m", "areal_hpc", "watch", str(run.paths.root)]
+    variables = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.UTF-8", **environ}
+    with (
+        os.fdopen(ours, "rb", buffering=0) as screen,
+        subprocess.Popen(command, stdout=theirs, cwd=CHECKOUT, env=variables) as watcher,
+    ):
+        os.close(theirs)
+        shown = b""
+        try:
+            for marker in markers:
+                while marker not in ESCAPES.sub("", shown.decode(errors="replace")):
+                    assert select.select([screen], [], [], scaled(30.0))[0], shown
+                    shown += screen.read(4096)
+                learn(run, 1)
+        finally:
+            watcher.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while more := screen.read(4096):
+                shown += more
+    assert watcher.returncode == 0
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("columns", "environ", "is_live", "has_color"),
+    [
+        (80, {}, True, True),
+        (60, {"NO_COLOR": "1"}, True, False),
+        (80, {"TERM": "dumb"}, False, False),
+    ],
+)
+def test_watch_shows_steps_and_alerts_within_the_terminal(
+    columns: int, environ: dict[str, str], is_live: bool, has_color: bool, tmp_path: Path
+) -> None:
+    run = MadeRun(tmp_path)
+    learn(run)
+    with hold_lock(run.paths.lock):
+        markers = ("(no_signal", "step      5/100")
+        shown = watch_at_terminal(run, columns, *markers, **environ)
+    lines = ESCAPES.sub("", shown).splitlines()
+    steps = [line for line in lines if line.startswith("step  ")]
+    assert [line.split()[1] for line in steps][:5] == [f"{step}/100" for step in range(1, 6)]
+    assert all("reward 0." in line for line in steps)
+    assert any(block in steps[-1] for block in SPARKLINE_BLOCKS) == is_live
+    assert ("\x1b[36m" in shown) == has_color
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == is_live, "the cursor is back"
+    assert "…" not in shown, "an alert that is cut while a step is printed leaves a line behind"
+    if is_live:
+        assert max(map(cell_len, lines)) <= columns
+
+
+def test_watch_ends_with_the_status_of_a_run_that_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MadeRun(tmp_path)
+    learn(run, 30)
+    run.finish()
+    assert exit_code_of("watch", run.paths.root) == exit_code_of("status", run.paths.root)
+    shown = capsys.readouterr().out
+    assert re.findall(r"^step +(\d+)", shown, re.MULTILINE) == [str(step) for step in range(21, 31)]
+    assert shown.count("made/run: finished\n") == 2
