@@ -2,19 +2,22 @@
 
 python3 -m examples.repair_tasks.make tasks --count 50
 
-They need python3 in the sandbox and nothing else.
+They need python3 in the sandbox and nothing else. Demonstrations for a tiny model know two commands
+for each: one writes a line of the module anew, and guesses which; one writes the whole module.
 """
 
 import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples.repair_tasks.modules import REPAIR_MODULES, RepairModule
 
+MODULE_NAMES = tuple(module.name for module in REPAIR_MODULES)
 MAX_CASES_PER_TASK = 8
 _JUDGE_SCRIPT = Path(__file__).with_name("judge.py")
 _WORK_DIR = "/app"
@@ -35,7 +38,6 @@ timeout_sec = 120.0
 
 [environment]
 network_mode = "no-network"
-memory_mb = 512
 storage_mb = 64
 """
 _INSTRUCTION_TEMPLATE = """The module `{work_dir}/{module}.py` has a fault.
@@ -55,18 +57,45 @@ COPY app/ {work_dir}/
 """
 
 
-def write_repair_tasks(out: Path, count: int, seed: int) -> list[Path]:
-    """Make task folders; equal arguments make equal ones."""
+def write_repair_tasks(
+    out: Path, count: int, seed: int, modules: Sequence[str] = MODULE_NAMES
+) -> list[Path]:
+    """Make task folders of the named modules; equal arguments make equal ones."""
     if out.exists() and any(out.iterdir()):
         raise SystemExit(f"{out} is not empty: name a new folder")
     rng, made = random.Random(seed), []
-    choices = [(module, fault) for module in REPAIR_MODULES for fault in module.faults]
+    choices = [(module, fault) for module in _find_modules(modules) for fault in module.faults]
     rng.shuffle(choices)
     for number, (module, fault) in zip(range(count), itertools.cycle(choices), strict=False):
         name = f"repair-{number:04}-{module.name.replace('_', '-')}"
         write_task_folder(out / name, name, module, fault, rng)
         made.append(out / name)
     return made
+
+
+def _find_modules(names: Sequence[str]) -> list[RepairModule]:
+    return [module for module in REPAIR_MODULES if module.name in names]
+
+
+def demonstrations(
+    size: int, seed: int, modules: Sequence[str] = MODULE_NAMES, p_rewrite: float = 0.3
+) -> Iterator[dict[str, Any]]:
+    """Conversations of one command: a share of `p_rewrite` writes the whole module."""
+    rng, choices = random.Random(seed), _find_modules(modules)
+    for _ in range(size):
+        module = rng.choice(choices)
+        command = f"cat >{module.name}.py <<E\n{module.source}E"
+        if rng.random() >= p_rewrite:
+            lines = module.source.splitlines()
+            right, _ = rng.choice(module.faults)
+            number = module.source[: module.source.index(right)].count("\n")
+            script = shlex.quote(f"{number + 1}c\\{lines[number]}")
+            command = f"sed -i {script} {module.name}.py"
+        instruction = _INSTRUCTION_TEMPLATE.format(
+            work_dir=_WORK_DIR, module=module.name, purpose=module.purpose
+        )
+        question = {"role": "user", "content": instruction}
+        yield {"messages": [question, {"role": "assistant", "content": command}]}
 
 
 def write_task_folder(
@@ -132,6 +161,9 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--count", type=int, default=50, help="number of tasks (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of their choice (%(default)s)")
+    parser.add_argument(
+        "--modules", nargs="+", choices=MODULE_NAMES, default=MODULE_NAMES, help="default: all"
+    )
     arguments = parser.parse_args()
-    made = write_repair_tasks(arguments.out, arguments.count, arguments.seed)
+    made = write_repair_tasks(arguments.out, arguments.count, arguments.seed, arguments.modules)
     print(f"made {len(made)} tasks in {arguments.out}")

@@ -21,6 +21,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.run_view import RunView
 from examples.harbor.sums import write_tasks
 from examples.online.chat import chat
+from examples.repair_tasks.make import write_repair_tasks
 from tests.acceptance.test_gyms import python_of as python_of_gym
 from tests.support.commands import areal_hpc, run_program, said_by
 from tests.support.environments import CHECKOUT, python_of
@@ -65,6 +66,14 @@ def test_commands_in_sandboxes_are_learned_on_harbors_tasks(tmp_path: Path) -> N
     assert "64 tasks, 0 whose tests" in said_by(areal_hpc(*command, timeout_s=CHECK_TIMEOUT_S))
     tasks = {"train": tmp_path / "sums", "valid": tmp_path / "sums-held-out"}
     learn("cpu_harbor", tmp_path, *(f"{name}_dataset.path={path}" for name, path in tasks.items()))
+
+
+def test_a_tiny_model_learns_to_repair_modules(tmp_path: Path) -> None:
+    tasks = {"train": tmp_path / "swe", "valid": tmp_path / "swe-held-out"}
+    modules = ("rotate", "second_largest", "greatest_divisor", "is_palindrome")
+    write_repair_tasks(tasks["train"], 256, 1, modules)
+    write_repair_tasks(tasks["valid"], 48, 2, modules)
+    learn("cpu_swe", tmp_path, *(f"{name}_dataset.path={path}" for name, path in tasks.items()))
 
 
 def test_a_tiny_model_learns_to_play_blackjack(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Agent that runs a command-line program on a task's folder; a function of the user's judges it."""
+"""Agent that runs a command-line program on a task; a function or the task's tests judge it."""
 
 import asyncio
 import io
 import logging
 import os
+import shlex
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from areal_hpc.agents.harness.programs import (
 from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.user_functions import load_user_function
+from areal_hpc.reward.harbor import LOGS_DIR, find_harbor_task
 from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_TASK_COLUMN, make_agent_sandboxes
 from areal_hpc.sandbox.channel import CommandResult
 from areal_hpc.sandbox.sandbox import Sandbox
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_DIFF_BYTES = 4 << 20
 MAX_FOLDER_BYTES, MAX_FOLDER_FILES = 256 << 20, 100_000
 SCRIPT_TIMEOUT_S = 60.0
-_PREPARE_SCRIPT = "git --version > /dev/null && mkdir -p harness/home harness/work"
+_PREPARE_SCRIPT = "git --version > /dev/null && mkdir -p home work"
 _PREPARE_DIFF_SCRIPT = "rm -rf before before.git diff && mkdir before"
 _GIT = "git --git-dir=before.git -c user.name=areal-hpc -c user.email=areal-hpc@localhost"
 # All files go into one pack: one file for each would count towards the sandbox's limit of files.
@@ -49,18 +51,26 @@ _DIFF_VARIABLES = {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "GIT_CON
 _CHECK_PROGRAM_SCRIPT = """test -x "$1" || exit 1
 read -r first < "$1"
 case $first in "#!"*) set -- ${first#??}; echo "$1"; test -x "$1" ;; esac"""
-_RUN_WITH_LOG_SCRIPT = 'exec "$@" > ../log 2>&1 < /dev/null'
+_RUN_WITH_LOG_SCRIPT = 'exec "$@" > "$0" 2>&1 < /dev/null'
 
 
 class HarnessFolder:
-    """Folder `work` in a sandbox, beside the program's home and log."""
+    """Folder `work` in a sandbox, beside the program's home and log.
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    In a Harbor task's sandbox the program works in the task's own folder instead.
+    """
+
+    def __init__(self, sandbox: Sandbox, *, has_harbor_task: bool = False) -> None:
         self._sandbox = sandbox
         self._source_dir: Path | None = None
         self._root = f"{sandbox.folder.rstrip('/')}/harness"
         self._work = f"{self._root}/work"
+        if has_harbor_task:
+            self._root, self._work = f"{LOGS_DIR}/agent", sandbox.folder
         self.home = f"{self._root}/home"
+
+    async def make_home(self) -> None:
+        await self._run_script(f"mkdir -p {self.home}", folder="/")
 
     async def fill(self, source_dir: Path | None) -> None:
         """Copy a folder of this machine into `work`."""
@@ -69,7 +79,8 @@ class HarnessFolder:
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
             )
         self._source_dir = source_dir
-        await self._run_script(_PREPARE_SCRIPT, folder=self._sandbox.folder)
+        await self._run_script(f"mkdir -p {shlex.quote(self._root)}", folder=self._sandbox.folder)
+        await self._run_script(_PREPARE_SCRIPT)
         await self._unpack_source("work")
 
     async def check_program(self, path: str, key: str) -> None:
@@ -89,7 +100,7 @@ class HarnessFolder:
         self, command: Sequence[str], variables: Mapping[str, str], timeout_s: float
     ) -> CommandResult:
         return await self._sandbox.exec(
-            ["/bin/sh", "-c", _RUN_WITH_LOG_SCRIPT, "harness", *command],
+            ["/bin/sh", "-c", _RUN_WITH_LOG_SCRIPT, f"{self._root}/log", *command],
             timeout_s=timeout_s,
             folder=self._work,
             variables={"HOME": self.home, "TERM": "dumb", **variables},
@@ -165,6 +176,7 @@ def _unpack(content: bytes, target: Path) -> int:
     return tree.remove_links_leading_out()
 
 
+MAX_LOGGED_BYTES = 1000
 REWARD_RECIPE_KEY = "rollout.workflow_kwargs.reward"
 HARNESS_RECIPE_KEY = "rollout.workflow_kwargs.harness"
 TASK_PLACEHOLDER = "{task}"
@@ -182,11 +194,13 @@ class HarnessAgent:
 
     A known harness gets the session's URL and key in its own settings; a command reads them from
     `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys. The program runs in the task's sandbox
-    if there is one, else as the calling user. All its processes end with it.
+    if there is one, else as the calling user. All its processes end with it. A Harbor task is
+    played in its own folder, for its own time, and judged by its tests.
 
     Args:
         reward: `package.module:function` with the keyword arguments `folder` (Path), `diff`,
-            `exit_code`, `timed_out`, `log` and `data`; returns a number or a `Reward`.
+            `exit_code`, `timed_out`, `log` and `data`; returns a number or a `Reward`. Harbor's
+            tasks need none.
         harness: Name in `HARNESSES`, such as `opencode`; its prompt is the task's last message.
         command: Program and its arguments, instead of a harness.
         harnesses_dir: Folder of `areal-hpc install-harness`.
@@ -202,7 +216,7 @@ class HarnessAgent:
     def __init__(
         self,
         *,
-        reward: str,
+        reward: str = "",
         harness: str = "",
         command: Sequence[str] = (),
         harnesses_dir: str = str(HARNESSES_DIR),
@@ -231,7 +245,9 @@ class HarnessAgent:
             self.installed_in = str(
                 find_installed_harness(harness, Path(harnesses_dir).absolute(), HARNESS_RECIPE_KEY)
             )
-        self.reward: Callable[..., float | Reward] = load_user_function(reward, REWARD_RECIPE_KEY)
+        self.reward: Callable[..., float | Reward] | None = None
+        if reward:
+            self.reward = load_user_function(reward, REWARD_RECIPE_KEY)
         self.context_tokens = context_tokens
         self.timeout_s = timeout_s
         self.variables = dict(variables or {})
@@ -248,18 +264,35 @@ class HarnessAgent:
             )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | Reward:
+        harbor_task, reward, timeout_s = find_harbor_task(data), self.reward, self.timeout_s
+        if harbor_task is None and reward is None:
+            raise RecipeError(
+                "nothing judges what the program leaves",
+                key=REWARD_RECIPE_KEY,
+                hint="name a function, or a folder of Harbor's tasks in train_dataset.path",
+            )
         async with self._acquire_sandbox(data, extra_kwargs) as sandbox:
-            folder = HarnessFolder(sandbox)
-            await folder.fill(Path(data["folder"]) if data.get("folder") else None)
+            folder = HarnessFolder(sandbox, has_harbor_task=harbor_task is not None)
+            if harbor_task is None:
+                await folder.fill(Path(data["folder"]) if data.get("folder") else None)
+            else:
+                await folder.make_home()
+                timeout_s = min(timeout_s, harbor_task.agent_timeout_s or timeout_s)
             command, variables = self.command, self.variables
             if self.program is not None:
                 key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
                 command, preset = await self._set_up_program(self.program, folder, sandbox, key)
                 variables = preset | variables
             command = insert_task_into_command(command, get_task_text(data))
-            result = await folder.run_with_output_to_log(command, variables, self.timeout_s)
+            result = await folder.run_with_output_to_log(command, variables, timeout_s)
             await sandbox.kill_all_commands()  # no process may write while the work is read
-            diff, log = (
+            if harbor_task is not None:
+                if result.exit_code != 0:
+                    output = await folder.read_log(MAX_LOGGED_BYTES)
+                    log.info("the program ended with exit code %d: %s", result.exit_code, output)
+                return await harbor_task.run_tests(sandbox)
+            assert reward is not None
+            diff, output = (
                 await folder.compute_diff_against_source(),
                 await folder.read_log(self.max_log_bytes),
             )
@@ -267,12 +300,12 @@ class HarnessAgent:
                 await folder.copy_to(Path(copy))
                 task = {name: value for name, value in data.items() if name != SANDBOX_TASK_COLUMN}
                 return await asyncio.to_thread(
-                    self.reward,
+                    reward,
                     folder=Path(copy),
                     diff=diff,
                     exit_code=result.exit_code,
                     timed_out=result.timed_out,
-                    log=log,
+                    log=output,
                     data=task,
                 )
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.harness.harness_agent import HarnessAgent, HarnessFolder
+from areal_hpc.dataset.harbor.task_folder import read_task_folder
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
@@ -19,6 +20,7 @@ from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
+from examples.repair_tasks.make import write_repair_tasks
 from tests.integration.rollout.test_episode import finish, spec
 from tests.integration.rollout.test_subprocess_agent import play_in_sandboxes
 from tests.support.deadlines import scaled
@@ -83,6 +85,28 @@ def test_a_program_is_judged_by_what_it_left_and_ends_with_its_episode(
     wait_for(lambda: not is_left_behind(seconds))
 
 
+def test_a_harbor_task_is_played_in_its_folder_and_judged_by_its_tests(tmp_path: Path) -> None:
+    (folder,) = write_repair_tasks(tmp_path / "tasks", 1, seed=1)
+    row = read_task_folder(folder)
+    (solution,) = (folder / "solution").glob("*.py")
+    script = 'printf %s "$ANSWER" > "$MODULE" && test -w "$HOME" && python3 -c "$PROGRAM" "$0" exit'
+    variables = {"MODULE": solution.name, "PROGRAM": PROGRAM.read_text(), "LEFT_BEHIND_S": "60"}
+    config = AgentExecutionConfig.model_validate(SANDBOXED)
+    rewards = []
+    for number, answer in enumerate((solution.read_text(), "")):
+        kwargs = {
+            "command": ["/bin/sh", "-c", script, "{task}"],
+            "timeout_s": scaled(60.0),
+            "variables": {**variables, "ANSWER": answer},
+        }
+        (outcome,) = finish(
+            play_in_sandboxes(tmp_path / str(number), config, [make_spec(row)], kwargs, PATH)
+        )
+        assert outcome.status == "ok", outcome.reason
+        rewards.append(outcome.reward)
+    assert rewards == [1.0, 0.0]
+
+
 def make_spec(task: dict[str, Any]) -> EpisodeSpec:
     return dataclasses.replace(spec(scaled(60.0)), data=task)
 
@@ -92,13 +116,14 @@ def make_spec(task: dict[str, Any]) -> EpisodeSpec:
     [
         ({"folder": "/nowhere"}, "there is no folder /nowhere"),
         ({"messages": []}, "expected a text"),
+        ({}, "nothing judges what the program leaves"),
     ],
 )
 def test_a_task_that_is_none_fails_in_words(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     task = make_task(tmp_path / "task", "exit") | change
-    kwargs = {"command": ["true"], "reward": REWARD}
+    kwargs = {"command": ["true"], "reward": REWARD if change else ""}
     outcome: EpisodeOutcome
     (outcome,) = finish(
         play_in_sandboxes(tmp_path / "run", AgentExecutionConfig(), [make_spec(task)], kwargs, PATH)
