@@ -104,6 +104,10 @@ class CellHeartbeats:
     def oldest_running_episode_s(self) -> float:
         return max((self._newest[cell].slowest_episode_s for cell in self._heard_at_s), default=0.0)
 
+    @property
+    def episode_slots(self) -> int:
+        return sum(self._newest[cell].slots for cell in self._heard_at_s)
+
     def record(self, request: LeaseRequest, now_s: float) -> None:
         """Record a cell's heartbeat, and refuse it if a later start of its job has sent one."""
         newest = self._job_starts.get(request.cell, 0)

@@ -282,6 +282,7 @@ class LedgerService:
             episodes_done=min(episodes_wanted, over + self._cells.ended_episodes_of_open_tickets),
             episodes_wanted=episodes_wanted,
             slowest_episode_s=self._cells.oldest_running_episode_s,
+            episode_slots=self._cells.episode_slots,
         )
 
     # Internals -------------------------------------------------------------------------------

@@ -373,6 +373,16 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.max_concurrent_rollouts",
             f"use {min_concurrent} or more",
         )
+    if rollout.adaptive_concurrency and (
+        recipe.min_episode_slots_per_cell >= recipe.episode_slots_per_cell
+    ):
+        yield Problem(
+            "rollout.adaptive_concurrency=true has no effect: a cell needs at least "
+            f"{recipe.min_episode_slots_per_cell} episodes, and may run "
+            f"{recipe.episode_slots_per_cell}",
+            "rollout.adaptive_concurrency",
+            "raise rollout.max_concurrent_rollouts, or set inference.max_running_requests",
+        )
     if rollout.record_sampling_mask and rollout.sampling.top_k > MAX_MASK_TOKENS_PER_POSITION:
         yield Problem(
             "rollout.record_sampling_mask=true records up to "

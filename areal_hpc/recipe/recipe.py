@@ -140,6 +140,19 @@ class Recipe(BaseConfig):
         return max(1, self.rollout.max_concurrent_rollouts // self.inference.cells)
 
     @property
+    def min_episode_slots_per_cell(self) -> int:
+        """Number below which `rollout.adaptive_concurrency` does not go.
+
+        It is the episodes that the next batch needs, at most what the cell's servers run at once.
+        """
+        rollout, inference = self.rollout, self.inference
+        episodes = -(-self.trainer.batch_size * rollout.episodes_per_ticket // inference.cells)
+        if inference.max_running_requests is not None:
+            requests = inference.max_running_requests * inference.replicas_per_cell
+            episodes = min(episodes, requests)
+        return max(episodes, rollout.episodes_per_ticket)
+
+    @property
     def run_dir(self) -> Path:
         """The run directory."""
         return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name

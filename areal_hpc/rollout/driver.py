@@ -14,6 +14,7 @@ from areal_hpc.errors import (
     RecipeError,
     escape_surrogates,
 )
+from areal_hpc.rollout.concurrency import AdaptiveSlots
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.group import GroupPlayer, build_ticket_facts
 from areal_hpc.rundir.service_client import AsyncServiceClient
@@ -39,6 +40,7 @@ IDLE_LEASE_LONG_POLL_S = 2.0
 IDLE_LEASE_PAUSE_S = 0.05
 LEASE_REQUEST_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
+ENGINE_LOAD_PERIOD_S = 1.0
 FAILED_SEAL_PAUSE_S = 2.0
 
 
@@ -58,8 +60,21 @@ class LeasedTickets:
         self._finished: dict[TicketRef, None] = {}  # in the order of their ends
 
     @property
+    def open_episodes(self) -> int:
+        return sum(self._open_episodes.values())
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def set_slots(self, slots: int) -> None:
+        """Change the number of slots; if it is less than the open episodes, these go on."""
+        self._slots = max(slots, self._episodes_per_ticket)
+        self._announce_free_slots()
+
+    @property
     def free_episode_slots(self) -> int:
-        return max(0, self._slots - sum(self._open_episodes.values()))
+        return max(0, self._slots - self.open_episodes)
 
     @property
     def has_no_open_episodes(self) -> bool:
@@ -99,6 +114,9 @@ class LeasedTickets:
 
     def end_episode(self, ref: TicketRef) -> None:
         self._open_episodes[ref] -= 1
+        self._announce_free_slots()
+
+    def _announce_free_slots(self) -> None:
         if self.free_episode_slots >= self._episodes_per_ticket:
             self.changed.set()
 
@@ -134,11 +152,13 @@ class Driver:
         events: EventLog,
         splits: tuple[TaskSplit, ...] = ("train", "valid"),
         job_start: int = 0,
+        adaptive_slots: AdaptiveSlots | None = None,
     ) -> None:
-        self._cell, self._player = cell, player
+        self._cell, self._player, self._adaptive_slots = cell, player, adaptive_slots
         self._splits, self._job_start = splits, job_start
         self._ledger, self._proxy, self._events = ledger, proxy, events
-        self.tickets = LeasedTickets(episode_slots, episodes_per_ticket)
+        slots = episode_slots if adaptive_slots is None else adaptive_slots.count
+        self.tickets = LeasedTickets(slots, episodes_per_ticket)
         self._seal: asyncio.Task[None] | None = None
 
     # Leases ----------------------------------------------------------------------------------
@@ -150,6 +170,9 @@ class Driver:
                 group.create_task(self._player.gate.run(self.tickets.changed.set)),
                 group.create_task(self._player.watch.run()),
             ]
+            if self._adaptive_slots is not None:
+                following = self._follow_engine_load(self._adaptive_slots)
+                watch_tasks.append(group.create_task(following))
             ticket_tasks = set[asyncio.Task[None]]()
             while not (reply := await self._request_lease()).stop:
                 self.tickets.forget_finished(reply.over)
@@ -168,6 +191,11 @@ class Driver:
                 self._record_activity()
             for task in (*watch_tasks, *ticket_tasks, *([self._seal] if self._seal else [])):
                 task.cancel()
+
+    async def _follow_engine_load(self, adaptive_slots: AdaptiveSlots) -> None:
+        while True:
+            self.tickets.set_slots(await adaptive_slots.look(self.tickets.open_episodes))
+            await asyncio.sleep(ENGINE_LOAD_PERIOD_S)
 
     def is_idle_without_ledger(self, for_s: float) -> bool:
         return self.tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
@@ -198,6 +226,7 @@ class Driver:
             splits=self._splits,
             ended_episodes=self.tickets.ended_episodes_of_open_tickets,
             slowest_episode_s=self._player.watch.oldest_running_age_s,
+            slots=self.tickets.slots,
         )
         return await self._ledger.call_repeatedly(
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s

@@ -12,6 +12,7 @@ from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent, make_http_client
+from areal_hpc.rollout.concurrency import AdaptiveSlots, EngineLoadReader
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.driver import Driver
 from areal_hpc.rollout.episodes.group import TRAIN, GroupPlayer
@@ -104,6 +105,15 @@ async def _drive_cell(
         sources=TrainSources.read(paths.train_source_sizes, recipe.train_dataset.source_names),
         source_agents=[agent or agents[TRAIN] for agent in source_agents],
     )
+    load_reader = EngineLoadReader(paths.rendezvous_dir, job.cell, key)
+    adaptive_slots = None
+    if rollout.adaptive_concurrency:
+        adaptive_slots = AdaptiveSlots(
+            load_reader.read,
+            floor=recipe.min_episode_slots_per_cell,
+            ceiling=recipe.episode_slots_per_cell,
+            increase=rollout.episodes_per_ticket,
+        )
     driver = Driver(
         job.cell,
         player,
@@ -114,11 +124,13 @@ async def _drive_cell(
         events=events,
         splits=job.splits,
         job_start=get_job_start_number(),
+        adaptive_slots=adaptive_slots,
     )
 
     def collect_metrics() -> dict[str, float]:
         return {
             "tickets_held": len(driver.tickets.held),
+            "episode_slots": driver.tickets.slots,
             "free_episode_slots": driver.tickets.free_episode_slots,
             "slowest_episode_s": player.watch.oldest_running_age_s,
             "episodes_ended_total": player.watch.ended,
@@ -135,8 +147,8 @@ async def _drive_cell(
         if sandboxes is not None:
             await sandboxes.close()
         await http_client.aclose()
-        await ledger.close()
-        await proxy.close()
+        for client in (ledger, proxy, load_reader):
+            await client.close()
 
 
 async def _run_driver(driver: Driver, stop: StopRequest, idle_timeout_s: float) -> None:

@@ -69,6 +69,8 @@ class LeaseRequest(Struct, frozen=True):
     ended_episodes: int = 0
     """Ended episodes of training tickets that are not finished."""
     slowest_episode_s: float = 0.0
+    slots: int = 0
+    """Episodes that the driver runs at most."""
 
 
 class LeaseReply(Struct, frozen=True):
@@ -246,3 +248,5 @@ class LedgerStatus(Struct, frozen=True):
     """Ended episodes of the next batch."""
     episodes_wanted: int = 0
     slowest_episode_s: float = 0.0
+    episode_slots: int = 0
+    """Episodes that all cells run at most at present."""

@@ -100,6 +100,8 @@ class RolloutConfig(BaseConfig):
     """`package.module:function` that weights tasks by their past rewards; empty: in order."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
     """Concurrent episodes of all cells together."""
+    adaptive_concurrency: bool = False
+    """Run fewer while requests wait at a cell's servers (docs/admission.md)."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
     """Bound of admission on the age of a token's weights, in versions; 0 is synchronous."""
     stale_groups: StaleGroupPolicy = "train_with_correction"

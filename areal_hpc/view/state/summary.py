@@ -37,6 +37,10 @@ def describe_activity(view: RunView) -> list[str]:
             lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
         phase = RunPhaseTracker.from_events(view.events).describe(view.ledger)
         lines.append(f"  now               {phase or 'the ledger does not answer'}")
+        rollout = get_recipe_value(view.recipe, "rollout") or {}
+        if rollout.get("adaptive_concurrency") and view.ledger is not None:
+            most = rollout.get("max_concurrent_rollouts")
+            lines.append(f"  concurrency       {view.ledger.episode_slots} of {most} episodes")
     if (cause := view.agent_failures.newest) is not None:
         lines.append(f"  agent             failed {view.agent_failures.share_text}: {cause.text}")
         lines.append(f"                    try: {cause.suggested_fix}")

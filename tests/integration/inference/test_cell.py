@@ -1,3 +1,4 @@
+import asyncio
 import gzip
 import signal
 from collections.abc import Iterator
@@ -5,6 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from areal_hpc.rollout.concurrency import EngineLoad, EngineLoadReader
 from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import scaled
@@ -82,6 +84,24 @@ def test_calls_obey_the_generation_and_the_incarnation(cell: Cell) -> None:
     fenced = cell.control("fence", {}, deadline_s="0.5")
     assert (fenced.json()["state"], fenced.json()["version"]) == ("ready", "")
     cell.await_replica(lambda view: view.version == f"{cell.generation}.0")
+
+
+@pytest.mark.usefixtures("before")
+def test_the_load_of_the_servers_is_known_while_all_serve(cell: Cell) -> None:
+    async def read_load() -> EngineLoad | None:
+        reader = EngineLoadReader(cell.paths.rendezvous_dir, cell.name, cell.service_key)
+        try:
+            return await reader.read()
+        finally:
+            await reader.close()
+
+    cell.control("serve", {"version": f"{cell.generation}.0"})
+    load = asyncio.run(read_load())
+    assert load is not None
+    assert (load.waiting_requests, 0.0 <= load.cache_share < 1.0) == (0, True)
+    cell.control("fence", {}, deadline_s="0.5")
+    assert asyncio.run(read_load()) is None
+    cell.await_replica(lambda view: view.state == "serving")
 
 
 def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaView) -> None:

@@ -21,8 +21,9 @@ from areal_hpc.recipe.sections.evaluation import (
     resolve_evaluation_sets,
 )
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout import episode_watch
+from areal_hpc.rollout import driver, episode_watch
 from areal_hpc.rollout.agent import Agent, RolloutWorkflow
+from areal_hpc.rollout.concurrency import AdaptiveSlots, EngineLoad
 from areal_hpc.rollout.driver import Driver
 from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
 from areal_hpc.rollout.episodes import group
@@ -70,6 +71,7 @@ class Cell:
         self.sandboxes: AgentSandboxes | None = None
         self.sources, self.source_agents = NO_SOURCES, list[Agent | None]()
         self.watch: EpisodeWatch | None = None
+        self.adaptive_slots: AdaptiveSlots | None = None
         self.ledger = StandInLedger(run_dir, grants)
         self.proxy = StandInProxy(run_dir)
         self.rollout = RolloutConfig(workflow="given", **{"n_samples": 4, **rollout})
@@ -129,6 +131,7 @@ class Cell:
                 ledger=ledger,
                 proxy=proxy,
                 events=events,
+                adaptive_slots=self.adaptive_slots,
             )
             self.watch = player.watch
             if meanwhile is not None:
@@ -239,6 +242,22 @@ def test_slots_are_kept_busy_and_exceeded_by_nothing_but_a_single_group(
     cell.run(slots)
     assert cell.proxy.most_open == open_at_once
     assert len(cell.proxy.finished) == 6
+
+
+@pytest.mark.parametrize(("waiting_requests", "open_at_once"), [(0, 16), (9, 4)])
+def test_slots_follow_the_load_of_the_servers(
+    tmp_path: Path, waiting_requests: int, open_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_load() -> EngineLoad:
+        return EngineLoad(waiting_requests, 0.5)
+
+    monkeypatch.setattr(driver, "ENGINE_LOAD_PERIOD_S", 0.02)
+    cell = Cell(tmp_path, Steady(0.2), tickets(16))
+    cell.adaptive_slots = AdaptiveSlots(read_load, floor=4, ceiling=16, increase=4)
+    cell.run(16)
+    assert cell.proxy.most_open == open_at_once
+    assert max(request.slots for request in cell.ledger.requests) == open_at_once
+    assert len(cell.proxy.finished) == 16
 
 
 class Loaded(HostRuntime):
