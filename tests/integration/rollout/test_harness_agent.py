@@ -100,7 +100,7 @@ def test_a_harbor_task_is_played_in_its_folder_and_judged_by_its_tests(tmp_path:
             "variables": {**variables, "ANSWER": answer},
         }
         (outcome,) = finish(
-            play_in_sandboxes(tmp_path / str(number), config, [make_spec(row)], kwargs, PATH)
+            play_in_sandboxes(tmp_path / str(number), config, [make_spec({**row})], kwargs, PATH)
         )
         assert outcome.status == "ok", outcome.reason
         rewards.append(outcome.reward)
