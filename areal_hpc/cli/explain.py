@@ -33,6 +33,7 @@ commands = CommandTable()
             "--step", "what differs at this step from the ten before it", type=int, metavar="N"
         ),
         flag("--collapse", "trends of entropy, lengths, repetition and distinct replies"),
+        flag("--hacking", "evidence that the policy cheats its reward, and episodes to read"),
     ],
 )
 def _explain_run(arguments: argparse.Namespace) -> int:
@@ -46,9 +47,11 @@ def _explain_run(arguments: argparse.Namespace) -> int:
     $ areal-hpc why runs/quickstart/demo --slow
     $ areal-hpc why runs/quickstart/demo --step 30
     """
-    if not (arguments.slow or arguments.collapse or arguments.step is not None):
+    has_question = arguments.slow or arguments.collapse or arguments.hacking
+    if not has_question and arguments.step is None:
         return _explain_failure(arguments)
     from areal_hpc.view.answers.collapse import diagnose_collapse
+    from areal_hpc.view.answers.reward_hacking import diagnose_reward_hacking
     from areal_hpc.view.answers.slow_run import explain_slow_run
     from areal_hpc.view.answers.step_change import explain_step_difference
     from areal_hpc.view.formatting import format_answer
@@ -58,6 +61,8 @@ def _explain_run(arguments: argparse.Namespace) -> int:
         answer = explain_slow_run(paths)
     elif arguments.collapse:
         answer = diagnose_collapse(paths)
+    elif arguments.hacking:
+        answer = diagnose_reward_hacking(paths)
     else:
         answer = explain_step_difference(paths, arguments.step)
     print("\n".join(format_answer(answer, shlex.quote(str(arguments.run)))))

@@ -3,6 +3,8 @@
 TICKETS_PER_SET = 1_000_000
 VALIDATION_SET_NAME = "valid"
 """Name of the set of `valid_dataset`, whose number is 0."""
+JUDGE_SET_NAME = "judge"
+"""Name of the set whose reward shows whether training cheats its own: docs/reward-hacking.md."""
 
 STEP_OF_LOADED_WEIGHTS = 0
 """Step number of the weights that replicas load in an evaluation without a trainer."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from areal_hpc.metrics.reward_hacking import find_hacking_evidence
+
 TrainedStepRow = Mapping[str, Any]
 """Row of `metrics.jsonl` of a step that trained something."""
 AlertLevel = Literal["failure", "note"]
@@ -58,7 +60,7 @@ class Finding(NamedTuple):
 
 
 RuleCheck = Callable[[Sequence[TrainedStepRow]], Finding | None]
-"""Function of rows of trained steps: at least one, oldest first."""
+"""Function of rows of trained steps: at least one, oldest first, after the row of step 0."""
 
 
 class AlertRule(NamedTuple):
@@ -69,9 +71,12 @@ class AlertRule(NamedTuple):
 
 def find_alerts(rows: Sequence[TrainedStepRow], off: Collection[str] = ()) -> list[Alert]:
     """Return the alerts that hold at the newest row, failures first; `off` names rules to skip."""
-    trained = [row for row in rows[-ALERT_WINDOW_ROWS:] if row.get("episodes")]
+    window = rows[-ALERT_WINDOW_ROWS:]
+    trained = [row for row in window if row.get("episodes") or row["step"] == 0]
+    if not trained or not trained[-1].get("episodes"):
+        return []
     alerts = []
-    for rule in RULES if trained else ():
+    for rule in RULES:
         if rule.name not in off and (finding := rule.check(trained)) is not None:
             step = trained[-1]["step"] if finding.step is None else finding.step
             level = finding.level or rule.level
@@ -265,6 +270,18 @@ def check_entropy(rows: Sequence[TrainedStepRow]) -> Finding | None:
     )
 
 
+def check_reward_hacking(rows: Sequence[TrainedStepRow]) -> Finding | None:
+    if (found := find_hacking_evidence(rows)) is None:
+        return None
+    (before, after), evidence = found
+    return Finding(
+        f"the reward rises from {before:.3g} to {after:.3g}, but "
+        + "; ".join(text for text, _ in evidence),
+        "areal-hpc why RUN --hacking shows the episodes to read",
+        level=None if any(is_strong for _, is_strong in evidence) else "note",
+    )
+
+
 def check_bound(
     metric: str,
     message: str,
@@ -291,6 +308,7 @@ RULES: tuple[AlertRule, ...] = (
     AlertRule("reward_drop", "failure", check_reward_drop),
     AlertRule("engine_mismatch", "failure", check_engine_mismatch),
     AlertRule("failing_agents", "failure", check_failing_agents),
+    AlertRule("reward_hacking", "failure", check_reward_hacking),
     AlertRule("low_entropy", "note", check_entropy),
     AlertRule("reply_length", "note", check_reply_length),
     AlertRule(

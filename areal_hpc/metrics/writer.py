@@ -152,7 +152,7 @@ class StepRecord:
     """Version of the present weights, and the metrics of its step until they are written.
 
     `row` holds the metrics of that step known at the start; None if its row is complete.
-    `on_written` receives every complete row, with its step.
+    `on_written` receives every complete row, with its step, and later metrics of such a row.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class StepRecord:
         else:
             with self.time_files():
                 self.metrics.write(step, values)
+                self._on_written({"step": step, **values})
 
     def write_row_once(self, further: JsonMetricRow) -> None:
         """Write the row once, with the times of its phases and `further` metrics."""
@@ -249,8 +250,12 @@ class AlertReporter:
             self._tracker.take_new_alerts(known[: judged + 1])
 
     def report_new_alerts(self, row: JsonMetricRow) -> None:
-        """Report new alerts after adding the row of the newest step."""
-        self._rows.append(row)
+        """Report new alerts after adding the row of the newest step, or more of a known row."""
+        known = next((known for known in self._rows if known["step"] == row["step"]), None)
+        if known is None:
+            self._rows.append(row)
+        else:
+            known |= row
         for alert in self._tracker.take_new_alerts([*self._rows]):
             log.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
             self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))

@@ -113,9 +113,16 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """Kill all processes in the sandbox, run the tests, and read their verdict.
 
         If they write no reward or fail (exit code not 0), the reward is 0, the metric `no_verdict`
-        is 1, and the note has the reason. Of several rewards `reward` counts, else their mean.
+        is 1, and the note has the reason. Of several rewards `reward` counts, else their mean. The
+        metric `tampered` is 1 if there are files where the tests and their verdict go.
         """
         await sandbox.kill_all_commands()
+        left = await sandbox.exec(["find", TESTS_DIR, VERDICT_DIR, "-type", "f"], timeout_s=10.0)
+        reward = await self._put_and_run_tests(sandbox)
+        facts = {"tampered": float(bool(left.stdout))}
+        return msgspec.structs.replace(reward, metrics={**reward.metrics, **facts})
+
+    async def _put_and_run_tests(self, sandbox: Sandbox) -> Reward:
         try:
             await self._put_tests(sandbox)
             result = await sandbox.exec(

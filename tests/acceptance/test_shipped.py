@@ -45,7 +45,8 @@ def learn(recipe: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
     (recipe_file,) = (folder / "runs").glob("*/*/recipe.yaml")
     paths = RunPaths(recipe_file.parent)
     said_by(areal_hpc("status", paths.root))  # exits with 1 for an alert that is a failure
-    assert "failure" not in [event["level"] for event in events_of(paths, "alert")]
+    alerts = [(event["level"], event["rule"]) for event in events_of(paths, "alert")]
+    assert not [alert for alert in alerts if alert[0] == "failure" or alert[1] == "reward_hacking"]
     rows = read_readable_records(paths.metrics)
     rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
     assert rewards[-1] - rewards[0] >= LEAST_GAIN, rewards

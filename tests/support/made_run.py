@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,24 @@ def _make_messages(made: MadeEpisode) -> list[dict[str, Any]]:
             {"role": "tool", "tool_call_id": f"t{number}", "content": "found"},
         ]
     return [*messages, {"role": "assistant", "content": made.text}]
+
+
+def make_cheating_run(root: Path, steps: int) -> MadeRun:
+    """Make a run whose share of equal, rewarded replies grows, while the judge sees no gain."""
+    run = MadeRun(root)
+    append_line(run.paths.metrics, {"step": 0, "evaluation/judge/avg@1": 0.2})
+    honest = [
+        MadeEpisode(task=index // SAMPLES, reward=0.0, reply=(index, 1, 2))
+        for index in range(12 * SAMPLES)
+    ]
+    for step in range(1, steps + 1):
+        cheats = round(len(honest) * step / steps)
+        episodes = [
+            replace(episode, reward=1.0, reply=(5, 5, 5)) if index < cheats else episode
+            for index, episode in enumerate(honest)
+        ]
+        run.add_step(episodes, **{"evaluation/judge/avg@1": 0.1})
+    return run
 
 
 def add_spans(run: MadeRun) -> None:

@@ -190,6 +190,7 @@ AlertName = Literal[
     "reward_drop",
     "engine_mismatch",
     "failing_agents",
+    "reward_hacking",
     "low_entropy",
     "reply_length",
     "repetition",

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,6 +172,32 @@ def compute_repeated_ngram_fraction(replies: Sequence[npt.NDArray[np.int32]]) ->
     return 1.0 - len(np.unique(all_keys)) / len(all_keys)
 
 
+def compute_repeated_answer_share(batch: Sequence[TrajectoryRow]) -> float:
+    """Return the share of pairs of episodes of different tickets that have the same answer."""
+    answer_of: dict[tuple[int, int], bytes] = {}
+    for row in batch:
+        answer_of.setdefault((row.ticket_id, row.episode), get_row_answer(row))
+    tickets = [ticket for ticket, _ in answer_of]
+    own_answers = [*zip(tickets, answer_of.values(), strict=True)]
+    pairs = len(tickets) ** 2 - _count_equal_pairs(tickets)
+    equal = _count_equal_pairs(answer_of.values()) - _count_equal_pairs(own_answers)
+    return equal / pairs if pairs else 0.0
+
+
+def _count_equal_pairs(items: Iterable[Hashable]) -> int:
+    """Count ordered pairs of equal items, those of an item with itself included."""
+    return sum(count**2 for count in Counter(items).values())
+
+
+def get_row_answer(row: TrajectoryRow) -> bytes:
+    """Return the final answer as the agent gave it, else all tokens that the model sampled."""
+    answers = [call.reward.answer for call in row.record.calls if call.reward is not None]
+    if answers and answers[-1]:
+        return answers[-1].encode()
+    sampled: bytes = row.input_ids_T[row.loss_mask_T == 1].tobytes()
+    return sampled
+
+
 # Episodes, from what the proxy recorded of their model calls --------------------------------------
 
 CUT_FINISH_REASON = "length"
@@ -207,6 +233,7 @@ def summarize_batch(
         records_of.setdefault(row.record.session_id, []).append(row.record)
     return {
         **summarize_replies(batch),
+        "reply/repeated_answer_share": compute_repeated_answer_share(batch),
         **summarize_expert_loads(batch, mixture),
         **summarize_episodes([merge_rows_into_episode(records) for records in records_of.values()]),
     }

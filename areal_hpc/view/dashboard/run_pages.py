@@ -38,6 +38,7 @@ from areal_hpc.rundir.telemetry.token_annotations import (
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.answers.collapse import diagnose_collapse
+from areal_hpc.view.answers.reward_hacking import diagnose_reward_hacking
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit import audit_run
 from areal_hpc.view.dashboard.evaluation_page import label_evaluation_rows
@@ -312,7 +313,11 @@ def describe_summary(view: RunView) -> JsonObject:
         "audit": list(_describe_audit(paths)),
         "answers": [
             describe_answer(answer)
-            for answer in (explain_slow_run(paths), diagnose_collapse(paths))
+            for answer in (
+                explain_slow_run(paths),
+                diagnose_collapse(paths),
+                diagnose_reward_hacking(paths),
+            )
         ],
         "events": count_unusual_events(read_all_events(paths.events), MAX_SHOWN_EVENTS),
         "launches": [list(_describe_launch(launch)) for launch in view.launches],

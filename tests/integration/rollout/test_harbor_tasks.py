@@ -130,7 +130,7 @@ def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> No
         reward = stage.play(WithSandbox(HarborAgent(command_timeout_s=scaled(0.5))), row)
     finally:
         stage.close()
-    assert (reward.value, reward.metrics) == (1.0, {"no_verdict": 0.0})
+    assert (reward.value, reward.metrics) == (1.0, {"no_verdict": 0.0, "tampered": 0.0})
     assert 'expected {"command": "..."}' in stage.prompts[1]
     assert "(was stopped, it took too long)" in stage.prompts[2]
     assert "/app\n\n(exit code 0)" in stage.prompts[3]
@@ -186,9 +186,16 @@ FORGERIES = {
 }
 
 
+BEFORE_THE_TESTS = {"a verdict written beforehand", "tests in place"}
+
+
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_forged_verdict_is_worth_nothing(forgery: str, tasks: Path) -> None:
-    assert finish(judge_after(find_row(tasks), FORGERIES[forgery])).value == 0.0
+def test_a_forged_verdict_is_worth_nothing_and_a_file_of_it_is_told(
+    forgery: str, tasks: Path
+) -> None:
+    reward = finish(judge_after(find_row(tasks), FORGERIES[forgery]))
+    assert reward.value == 0.0
+    assert reward.metrics["tampered"] == 1.0 or forgery not in BEFORE_THE_TESTS
 
 
 def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
@@ -241,7 +248,7 @@ def test_tests_without_a_verdict_say_so(
         timeout_s = 1.0 if script.startswith("sleep") else 60.0
         row["harbor"] |= {"folder": str(folder), "test_timeout_s": timeout_s}
         reward = finish(judge_after(row))
-        assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
+        assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0, "tampered": 0.0})
         assert message in reward.note
     with pytest.raises(NodeResourceShortageError, match="could not be put into its sandbox"):
         finish(judge_after(row, is_loaded=True))

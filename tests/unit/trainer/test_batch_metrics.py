@@ -28,6 +28,7 @@ from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.batch.batch_metrics import (
     REPETITION_TAIL_TOKENS,
     EpisodeRecord,
+    compute_repeated_answer_share,
     compute_repeated_ngram_fraction,
     extend_reward_range,
     group_episode_rewards,
@@ -151,6 +152,19 @@ def test_a_loop_at_the_end_of_a_reply_is_repetition_and_two_equal_replies_are_no
     assert compute_repeated_ngram_fraction([loop]) == pytest.approx(1 - 2 / 253)
     assert compute_repeated_ngram_fraction([loop[:600]]) == 0.0
     assert compute_repeated_ngram_fraction([fresh[:3]]) == 0.0
+
+
+def test_answers_are_compared_across_tasks_alone() -> None:
+    def answer(ticket: int, episode: int, text: str) -> TrajectoryRow:
+        record = RowRecord(calls=[CallRecord(id="a", reward=Reward(1.0, answer=text))])
+        return replace(row(ticket, episode, 1.0, "0111"), record=record)
+
+    same = [answer(ticket, episode, "0") for ticket in range(2) for episode in range(2)]
+    assert compute_repeated_answer_share(same) == 1.0
+    assert compute_repeated_answer_share([*same[:2], answer(1, 0, "4"), same[3]]) == 0.5
+    assert compute_repeated_answer_share(same[:2]) == 0.0, "samples of one task"
+    sampled = [row(0, 0, 1.0, "011"), row(1, 0, 1.0, "011"), row(2, 0, 1.0, "0111")]
+    assert compute_repeated_answer_share(sampled) == pytest.approx(1 / 3), "without answers"
 
 
 def call(name: str, begin: float, end: float, **facts: Any) -> CallRecord:
@@ -386,6 +400,19 @@ def test_an_alert_that_begins_after_a_restart_is_told(tmp_path: Path) -> None:
     train(start(paths, 0), 1, {}, {})
     train(start(paths, 2), 2, {}, CUT, CUT)
     assert [event["step"] for event in read_readable_records(paths.events)] == [3]
+
+
+def test_an_evaluation_that_ends_late_is_judged_with_its_step(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    metrics, reporter = trainer = start(paths, 0)
+    rising = [{"reward/mean": step / 10} for step in range(1, 9)]
+    reporter.report_new_alerts({"step": 0, "evaluation/judge/avg@1": 0.2})
+    train(trainer, 1, *rising)
+    assert read_readable_records(paths.events) == []
+    record = StepRecord(metrics, WeightVersion(1, 9), {}, reporter.report_new_alerts)
+    record.add_metrics(8, {"evaluation/judge/avg@1": 0.1})
+    (event,) = read_readable_records(paths.events)
+    assert (event["rule"], event["step"]) == ("reward_hacking", 8)
 
 
 def test_a_step_that_a_resume_opens_again_keeps_its_own_times(tmp_path: Path) -> None:

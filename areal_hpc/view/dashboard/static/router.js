@@ -54,7 +54,7 @@ async function loadPage({ isRefresh = false }) {
   const made = document.createElement("div");
   if (!isRefresh) {
     showHeader(page, query);
-    if (page === "trajectory") stopFollowing();
+    if (page === "trajectory" || page === "side_by_side") stopFollowing();
     else followChanges(query.run, () => showPage({ isRefresh: true }));
   }
   const showWait = () => { if (number === shown) main.replaceChildren(element("p", { class: "quiet", role: "status" }, WAIT_TEXT)); };

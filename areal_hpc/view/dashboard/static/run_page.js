@@ -102,7 +102,7 @@ function listRecipe(recipe) {
         oninput: (event) => fill(event.target.value) })), holder);
 }
 
-/** Show the audit, the cost, the answers about slowness and collapse, and the launches of a run. */
+/** Show the audit, the cost, the answers about slowness, collapse and hacking, and the launches of a run. */
 async function showSummary(main, query) {
   const data = await fetchData("summary", { run: query.run });
   const panel = (...children) => element("div", { class: "panel" }, children);

@@ -3,6 +3,7 @@
 
 PAGES.trajectories = { show: showTrajectories, title: "Trajectories" };
 PAGES.trajectory = { show: showTrajectory };
+PAGES.side_by_side = { show: showSideBySide };
 
 const PAGE_ROWS = 100;
 const CHUNK_TOKENS = 1000;
@@ -128,6 +129,18 @@ async function showTrajectory(main, query, go) {
     buildTokens(data.tokens, data.annotation, color, (to) => go("trajectory", { ...query, color: to })));
 }
 
+/** Show the conversations of several rows in columns. */
+async function showSideBySide(main, { run, rows }) {
+  const names = rows.split(",");
+  const all = await Promise.all(names.map((row) => fetchData("trajectory", { run, row }).catch((error) => ({ missing: error.message }))));
+  main.replaceChildren(element("h1", {}, "Side by side"), element("div", { class: "grid" }, all.map((data, index) =>
+    data.missing ? element("p", { class: "problem" }, `${names[index]}: ${data.missing}`) : element("section", {},
+      element("h2", {}, element("a", { href: buildHash("trajectory", { run, row: names[index] }) },
+        `Ticket ${data.ticket}, episode ${data.episode}: reward ${formatNumber(data.reward)}`)),
+      data.messages.map((message) => buildMessage(message)),
+      element("div", { class: "panel" }, buildFacts(Object.entries(data.task_fields)))))));
+}
+
 /** List rows beside the shown row, which is marked. */
 function listRelated(run, rows, own) {
   const table = buildTable(rowColumns(run, rows), rows, { link: (row) => linkRow(run, row) });
@@ -154,7 +167,7 @@ function buildMessage(message, index) {
     !call.trained && "not trained here",
   ].filter(Boolean) : [];
   const reward = call && call.reward;
-  return element("article", { class: `message ${["assistant", "tool"].includes(message.role) ? message.role : ""}`, id: `message-${index}` },
+  return element("article", { class: `message ${["assistant", "tool"].includes(message.role) ? message.role : ""}`, id: index === undefined ? null : `message-${index}` },
     element("header", {}, element("span", { class: "role" }, message.role, message.name ? ` ${message.name}` : ""),
       element("span", { class: "quiet small" }, facts.join(", "))),
     message.reasoning ? element("pre", { class: "reasoning" }, message.reasoning) : "",
