@@ -149,8 +149,8 @@ def parse_positive_int(text: str) -> int:
 
 
 def parse_step_range(text: str) -> tuple[int, int]:
-    """Return the first and last step of `10..20`, or of `10` alone."""
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    """Return the first and last step of `10..20` or `10:20`, or of `10` alone."""
+    match = re.fullmatch(r"(\d+)(?:(?:\.\.|:)(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
         raise argparse.ArgumentTypeError(f"expected steps such as 10..12, got {text!r}")

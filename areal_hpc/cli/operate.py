@@ -1,4 +1,4 @@
-"""`areal-hpc cancel`, `resume`, `caretaker`, `quarantine`, `export`, `replay`: act on a run."""
+"""`areal-hpc cancel`, `resume`, `caretaker`, `quarantine`, `export`, `rejudge`, `replay`."""
 
 import argparse
 import json
@@ -15,9 +15,11 @@ from areal_hpc.checkout import format_install_command
 from areal_hpc.cli.arguments import (
     OVERRIDES,
     RUN,
+    UNHEALTHY_EXIT_CODE,
     CommandTable,
     argument,
     flag,
+    parse_positive_int,
     parse_run_dir,
     parse_step_range,
 )
@@ -321,15 +323,61 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
     return subprocess.run(command, check=False).returncode
 
 
+STEPS = argument(
+    "--steps",
+    "10..20, or one step; all recorded ones when absent",
+    type=parse_step_range,
+    metavar="FIRST..LAST",
+)
+
+
+@commands.add(
+    "rejudge",
+    RUN,
+    argument("--reward", "reward function", required=True, metavar="MODULE:FUNCTION"),
+    STEPS,
+    argument("--only", "failed: episodes whose recorded reward is 0 or less", choices=["failed"]),
+    argument("--timeout", "seconds of one call", type=parse_positive_int, default=60),
+)
+def _rejudge_episodes(arguments: argparse.Namespace) -> int:
+    """Judge the episodes of trained batches by another reward function.
+
+    It needs no GPU and no server. The new rewards are written beside the recorded ones, and the
+    differences are printed. The same command again judges only episodes without a new reward.
+    Exits with 1 if the function failed.
+
+    $ areal-hpc rejudge runs/quickstart/demo --reward my_rewards:strict --steps 1..10
+    """
+    import asyncio
+
+    from areal_hpc.launch.rejudge import describe_changes, rejudge_steps
+    from areal_hpc.launch.replay import find_step_range, list_trained_steps
+    from areal_hpc.view.formatting import format_answer, say
+
+    run, function = parse_run_dir(arguments.run), arguments.reward
+    sys.path.insert(0, str(Path.cwd()))  # the function's module may lie here
+    episodes = asyncio.run(
+        rejudge_steps(
+            run,
+            function,
+            list_trained_steps(run, *(arguments.steps or find_step_range(run))),
+            only_failed=arguments.only == "failed",
+            timeout_s=arguments.timeout,
+            print_line=say,
+        )
+    )
+    answer = describe_changes(episodes, run, function)
+    print("\n".join(format_answer(answer, shlex.quote(str(arguments.run)))))
+    print(f"rewards  {run.rejudged_rewards(function)}")
+    return 0 if answer.is_well else UNHEALTHY_EXIT_CODE
+
+
 @commands.add(
     "replay",
     RUN,
+    STEPS,
     argument(
-        "--steps",
-        "10..20, or one step",
-        type=parse_step_range,
-        required=True,
-        metavar="FIRST..LAST",
+        "--rewards", "train on rewards of areal-hpc rejudge", default="", metavar="MODULE:FUNCTION"
     ),
     argument("--out", "directory to make; RUN.replay_FIRST_LAST when absent", type=Path),
     OVERRIDES,
@@ -341,17 +389,19 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
     overrides, loss and gradient norm are compared with the recorded ones.
 
     $ areal-hpc replay runs/quickstart/demo --steps 3..5 trainer.optimizer.lr=1e-4
+    $ areal-hpc replay runs/math/first --rewards mine:strict trainer.objective.preset=gspo
     """
     from areal_hpc.jobs.processes.process_setup import catch_stop_signals
     from areal_hpc.launch.foreground_launcher import STOPPING_MESSAGE
-    from areal_hpc.launch.replay import RecordedStepsReplay
+    from areal_hpc.launch.replay import RecordedStepsReplay, find_step_range
     from areal_hpc.view.state.live_progress import PlainReporter
 
-    run = parse_run_dir(arguments.run)
-    first, last = arguments.steps
-    out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
+    run, rewards = parse_run_dir(arguments.run), arguments.rewards
+    first, last = arguments.steps or find_step_range(run, rewards)
+    ending = "_".join([str(first), str(last), *rewards.split(":")[1:]])
+    out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{ending}")
     paths = RunPaths(out.resolve())
-    replay = RecordedStepsReplay(run, first, last, arguments.overrides, paths)
+    replay = RecordedStepsReplay(run, first, last, arguments.overrides, paths, rewards)
     reporter = PlainReporter(paths, last, 0)
     reporter.print_line(f"replay   steps {first} to {last} of {run.root}")
     try:

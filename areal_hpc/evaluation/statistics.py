@@ -36,6 +36,9 @@ class Estimate:
     high: float
     n_tasks: int
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:

@@ -1,7 +1,8 @@
 """Replay of a run's steps: train again on its recorded batches, without any server.
 
 A replay has a directory of its own, laid out like a run's. Its manifests, shards, task sets and
-first checkpoint are links to the recorded ones; it writes nothing outside its directory.
+first checkpoint are links to the recorded ones; it writes nothing outside its directory. Manifests
+with rejudged rewards are files of its own.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -31,11 +32,14 @@ from areal_hpc.rundir.manifests import (
     read_manifest,
     read_quarantined_batches,
     record_quarantine,
+    write_manifest,
 )
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.rejudged_rewards import replace_rewards, require_rejudged_episodes
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import list_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
+from areal_hpc.view.learned_rewards import describe_learned_rewards
 from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTE_KEYS = (
@@ -79,15 +83,27 @@ class RecordedStepsReplay:
         last_step: int,
         overrides: Sequence[str],
         output_run: RunPaths,
+        reward_function: str = "",
     ) -> None:
         compute_overrides, learning_overrides = split_overrides(overrides)
+        if reward_function:
+            compute_overrides.append("trainer.annotate=all")  # for `describe_learned_rewards`
         self._as_recorded = load_recipe(run.recipe, compute_overrides)
         self.recipe = load_recipe(run.recipe, [*compute_overrides, *learning_overrides])
-        self._is_changed = bool(learning_overrides)
+        self._rejudged = require_rejudged_episodes(run, reward_function) if reward_function else []
+        if self._rejudged and self.recipe.trainer.objective.credit == "turn":
+            raise RecipeError(
+                "credit=turn trains on rewards of single replies, which were not judged again",
+                key="trainer.objective.credit",
+                hint="add trainer.objective.credit=episode",
+            )
+        self._is_changed = bool(learning_overrides or self._rejudged)
         self._run, self._out = run, output_run
         self._first_step, self._last_step = first_step, last_step
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
+        if reward_function:
+            self._request["rewards"] = reward_function
         _refuse_unusable_output_dir(output_run, run, self._request)
         self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
@@ -115,6 +131,10 @@ class RecordedStepsReplay:
         compared_steps = range(start.step + 1, last_compared + 1)
         for line in format_metric_comparison(self._run, self._out, compared_steps):
             reporter.print_line(line)
+        if self._rejudged:
+            trained = sorted({*range(first, self._last_step + 1)} - self._quarantined.keys())
+            for line in describe_learned_rewards(self._run, self._out, trained):
+                reporter.print_line(line)
 
     def _prepare_output_dir(self) -> None:
         run, out = self._run, self._out
@@ -122,7 +142,11 @@ class RecordedStepsReplay:
         write_atomic(out.replay_arguments, msgspec.json.encode(self._request))
         out.checkpoints_dir.mkdir(exist_ok=True)
         write_run_recipe(self.recipe, out.recipe)
-        folders = ["data_dir", "shards_dir", "shard_index_dir", "manifests_dir"]
+        folders = ["data_dir", "shards_dir", "shard_index_dir"]
+        if self._rejudged:
+            self._copy_manifests_with_new_rewards()
+        else:
+            folders.append("manifests_dir")
         links = {getattr(out, folder): getattr(run, folder) for folder in folders}
         for step, record in self._quarantined.items():
             if self.start.step < step <= self._last_step:
@@ -134,6 +158,15 @@ class RecordedStepsReplay:
             if target.exists() and not link.is_symlink():
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to(target)
+
+    def _copy_manifests_with_new_rewards(self) -> None:
+        self._out.manifests_dir.mkdir(exist_ok=True)
+        for step in range(self.start.step + 1, self._last_step + 1):
+            if step not in self._quarantined:
+                manifest = read_manifest(self._run, step)
+                if step >= self._first_step:
+                    manifest = replace_rewards(manifest, self._rejudged)
+                write_manifest(self._out, manifest)
 
     def _train_steps(
         self,
@@ -188,6 +221,23 @@ def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
         if checkpoint.state.step < first_step:
             return ReplayStart(checkpoint.state.step, checkpoint.path, forks)
     return ReplayStart(0, None, forks)
+
+
+def find_step_range(run: RunPaths, reward_function: str = "") -> tuple[int, int]:
+    """Return the first and last recorded step, or the first and last with these new rewards."""
+    steps = list_manifest_steps(run)
+    if reward_function:
+        steps = [episode.step for episode in require_rejudged_episodes(run, reward_function)]
+    if not steps:
+        raise RecipeError("the run has recorded no batch yet", key=str(run.manifests_dir))
+    return min(steps), max(steps)
+
+
+def list_trained_steps(run: RunPaths, first_step: int, last_step: int) -> list[int]:
+    """List the steps whose batch is not quarantined, and check that batch."""
+    quarantined = read_quarantined_batches(run)
+    check_batches(run, first_step, last_step, quarantined)
+    return sorted({*range(first_step, last_step + 1)} - quarantined.keys())
 
 
 def check_batches(

@@ -176,6 +176,10 @@ class RunPaths(_Folder):
     def list_profiles(self) -> list[Path]:
         return sorted(self.profiles_dir.glob("step_*/[!.]*"))
 
+    def rejudged_rewards(self, function: str) -> Path:
+        """New rewards of recorded episodes by `package.module:function`."""
+        return self.root / "rewards" / f"{function}.jsonl"
+
     def export_dir(self, export_name: str) -> Path:
         return self.root / "export" / export_name
 

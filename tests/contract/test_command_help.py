@@ -31,7 +31,7 @@ QUICKSTART = "recipes/quickstart.yaml"
         ("run", "the following arguments are required: recipe\n"),
         ("logs", "the following arguments are required: run\n"),
         ("migrate", "the following arguments are required: config\n"),
-        ("replay runs", "the following arguments are required: --steps\n"),
+        ("rejudge runs", "the following arguments are required: --reward\n"),
         ("shards", "the following arguments are required: {ls,show,export,verify}\n"),
     ],
 )

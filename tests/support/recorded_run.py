@@ -8,6 +8,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from msgspec import structs
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.manifests import read_manifest, write_manifest
@@ -41,10 +42,12 @@ def record_run(
     far_steps: Collection[int] = (),
     rewards: Mapping[int, Sequence[float]] | None = None,
     mixture: MixtureShape | None = None,
+    says_rewards: bool = False,
 ) -> RunPaths:
     """Write a run of so many batches, of rows up to `oldest` versions old, with any routes.
 
-    In `far_steps` the ratio of the trainer's and the engine's probabilities is no 32-bit number.
+    With `says_rewards` each reply is the number that is its reward unless `rewards` has another. In
+    `far_steps` the ratio of the trainer's and the engine's probabilities is no 32-bit number.
     """
     paths = RunPaths(root)
     make_tiny_model(
@@ -61,6 +64,8 @@ def record_run(
         if step in far_steps:
             for row in rows:
                 row.logprobs_T[row.loss_mask_T != 0] = -200.0
+        if says_rewards:
+            rows = [_say_reward(row) for row in rows]
         if rewards and step in rewards:
             rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
         if mixture is not None:
@@ -154,6 +159,16 @@ def _trajectory(
         reward=float(generator.integers(0, 2)) + episode / 8,
         record=RowRecord(session_id=f"session-{name}", calls=[reply]),
     )
+
+
+def _say_reward(row: TrajectoryRow) -> TrajectoryRow:
+    (reply,) = row.record.calls
+    record = structs.replace(
+        row.record, task_index=0, calls=[structs.replace(reply, new_messages=1)]
+    )
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant"}
+    messages = [question, {**answer, "content": str(row.reward)}]
+    return replace(row, record=record, meta={"messages": messages})
 
 
 def _draw_routes(mixture: MixtureShape, row: TrajectoryRow, step: int) -> RouteArray:

@@ -1,0 +1,209 @@
+"""Rewards of another function for a run's recorded episodes (`areal-hpc rejudge`).
+
+The function is called as ready agents call theirs: with the task's messages, the text of the
+episode's last reply, two times None in place of token ids, and the task's other keys. A parameter
+named `conversation` gets all messages up to that reply.
+"""
+
+import asyncio
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
+from statistics import fmean
+from typing import Any
+
+from msgspec.structs import replace
+
+from areal_hpc.errors import RecipeError, ShardError, describe_exception
+from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
+from areal_hpc.recipe.user_functions import load_user_function
+from areal_hpc.reward.judge_check import measure_agreement
+from areal_hpc.rollout.execution.process_pool import ProcessPool
+from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rejudged_rewards import RejudgedEpisode, read_rejudged_episodes
+from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.session.credit import parse_reward
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.formatting import Answer, Finding, build_page_url_fragment
+from areal_hpc.view.transcripts.messages import Message, extract_text, get_messages, locate_calls
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+MAX_CONCURRENT_CALLS = 32
+"""Limit on calls of an asynchronous function; a blocking one runs in one process per core."""
+MAX_SHOWN_CHANGES = 10
+
+
+class RewardCaller:
+    """Caller of a reward function, a blocking one in processes."""
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
+        self._function, self._timeout_s = function, timeout_s
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._signature = inspect.signature(function)
+        self._pool = ProcessPool(os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    def bind_arguments(
+        self, task: dict[str, Any], conversation: list[Message]
+    ) -> inspect.BoundArguments:
+        options = {name: value for name, value in task.items() if name != "messages"}
+        if "conversation" in self._signature.parameters:
+            options["conversation"] = conversation
+        prompt = task.get("messages", conversation[:-1])
+        text = extract_text(conversation[-1].get("content"))
+        try:
+            return self._signature.bind(prompt, text, None, None, **options)
+        except TypeError as error:
+            raise RecipeError(
+                f"the function cannot be called for this task: {error}",
+                key="--reward",
+                hint="take (prompt, completions, prompt_ids, completion_ids, **task)",
+            ) from error
+
+    async def call(self, arguments: inspect.BoundArguments) -> float:
+        if self._is_async:
+            async with self._slots, asyncio.timeout(self._timeout_s):
+                returned = await self._function(*arguments.args, **arguments.kwargs)
+        else:
+            async with self._pool.acquire() as process, asyncio.timeout(self._timeout_s):
+                returned = await process.call(self._function, *arguments.args, **arguments.kwargs)
+        return parse_reward(returned).value
+
+
+async def rejudge_steps(
+    run: RunPaths,
+    function_path: str,
+    steps: Sequence[int],
+    *,
+    only_failed: bool,
+    timeout_s: float,
+    print_line: Callable[[str], None],
+) -> list[RejudgedEpisode]:
+    """Judge the episodes of these batches that have no new reward yet; return all of them.
+
+    `only_failed` leaves out episodes whose recorded reward is above 0. `timeout_s` limits one call.
+    """
+    caller = RewardCaller(load_user_function(function_path, "--reward"), timeout_s)
+    known = read_rejudged_episodes(run, function_path)
+    tasks = TaskSet.read(run.dataset("train"))
+    file = run.rejudged_rewards(function_path)
+    file.parent.mkdir(exist_ok=True)
+
+    async def judge(unjudged: RejudgedEpisode, rows: Sequence[TrajectoryRow]) -> RejudgedEpisode:
+        if earlier := known.get((unjudged.shard, unjudged.rows[0])):
+            return earlier
+        task_index = rows[0].record.task_index
+        task = tasks[task_index] if task_index >= 0 else {}  # else the agent brought its own
+        arguments = caller.bind_arguments(task, find_conversation(rows))
+        try:
+            judged = replace(unjudged, reward=await caller.call(arguments))
+        except Exception as error:  # boundary: the user's function; the line says its error
+            judged = replace(unjudged, error=describe_exception(error))
+        append_line(file, judged)
+        return judged
+
+    episodes: list[RejudgedEpisode] = []
+    for step in steps:
+        chosen = [
+            (unjudged, rows)
+            for unjudged, rows in read_episodes(run, step)
+            if not only_failed or unjudged.old_reward <= 0
+        ]
+        episodes += await asyncio.gather(*starmap(judge, chosen))
+        print_line(f"step {step}: {len(chosen)} episodes")
+    return episodes
+
+
+def read_episodes(
+    run: RunPaths, step: int
+) -> Iterator[tuple[RejudgedEpisode, list[TrajectoryRow]]]:
+    """Read the episodes of a batch, without a new reward, and their rows.
+
+    Raises:
+        ShardError: A file of the batch is gone or damaged.
+    """
+    tickets = read_manifest(run, step).tickets
+    readers = {name: ShardReader(run.shards_dir / name) for name in {t.shard for t in tickets}}
+    for ticket in tickets:
+        stored = readers[ticket.shard].read_rows(ticket.rows)
+        rewards = dict(zip(ticket.rows, ticket.rewards, strict=True))
+        rows_of: dict[int, dict[int, TrajectoryRow]] = {}
+        for number, row in zip(ticket.rows, stored, strict=True):
+            rows_of.setdefault(row.episode, {})[number] = row
+        for episode, rows in rows_of.items():
+            numbers, rows_of_episode = [*rows], [*rows.values()]
+            unjudged = RejudgedEpisode(
+                step=step,
+                ticket_id=ticket.ref.ticket_id,
+                episode=episode,
+                session_id=rows_of_episode[0].record.session_id,
+                shard=ticket.shard,
+                rows=numbers,
+                old_reward=rewards[numbers[0]],
+            )
+            yield unjudged, rows_of_episode
+
+
+def find_conversation(rows: Sequence[TrajectoryRow]) -> list[Message]:
+    """Return the messages up to the reply of an episode that was answered last."""
+    if any(row.record.is_credited for row in rows):
+        raise RecipeError(
+            "the run's agent says what each reply earned, so no reward is that of an episode",
+            key="--reward",
+            hint="rejudge a run whose agent returns the reward of an episode",
+        )
+    replies = [
+        (call.answered_at, number, index)
+        for number, row in enumerate(rows)
+        for index, call in locate_calls(row.record.calls)
+        if 0 <= index < len(get_messages(row))
+    ]
+    if not replies:
+        raise ShardError(f"session {rows[0].record.session_id!r} has no recorded reply")
+    _, number, index = max(replies)
+    return get_messages(rows[number])[: index + 1]
+
+
+def describe_changes(
+    episodes: Sequence[RejudgedEpisode], run: RunPaths, function_path: str
+) -> Answer:
+    """Compare new rewards with those that the episodes were trained with."""
+    pairs = [(each, each.reward) for each in episodes if each.reward is not None]
+    errors = [each.error for each in episodes if each.reward is None]
+    table = []
+    if errors:
+        table.append(f"{len(errors)} episodes have no new reward, the first for {errors[0]}")
+    if not pairs:
+        return Answer("no episode has a new reward", table=tuple(table), is_well=False)
+    by_ticket: dict[int, list[tuple[float, float]]] = {}
+    for each, reward in pairs:
+        by_ticket.setdefault(each.ticket_id, []).append((each.old_reward, reward))
+    old_T = [fmean(old for old, _ in group) for group in by_ticket.values()]
+    new_T = [fmean(new for _, new in group) for group in by_ticket.values()]
+    agreement = measure_agreement([new for _, new in pairs], [each.old_reward for each, _ in pairs])
+    table += [
+        f"recorded mean     {estimate_mean(old_T)}",
+        f"new mean          {estimate_mean(new_T)}",
+        f"difference        {compare_paired(old_T, new_T).difference}",
+        f"rank correlation  {agreement.rank_correlation:.3f}",
+    ]
+    changed = [(each, new) for each, new in pairs if new != each.old_reward]
+    changed.sort(key=lambda pair: -abs(pair[1] - pair[0].old_reward))
+    findings = [
+        Finding(
+            f"{each.old_reward:.3f} -> {new:.3f}  step {each.step}, ticket {each.ticket_id}, "
+            f"episode {each.episode}",
+            build_page_url_fragment("trajectory", run.run_name, row=f"{each.shard}/{each.rows[0]}"),
+        )
+        for each, new in changed[:MAX_SHOWN_CHANGES]
+    ]
+    return Answer(
+        f"{len(changed)} of {len(pairs)} rewards differ",
+        tuple(findings),
+        (f"areal-hpc replay RUN --rewards {function_path}",),
+        tuple(table),
+        is_well=not errors,
+    )

@@ -1,0 +1,26 @@
+"""Reward functions for `areal-hpc rejudge` of runs whose replies say their rewards."""
+
+from typing import Any
+
+
+def read_said(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, scale: float, **task: Any
+) -> float:
+    assert (prompt, prompt_ids, completion_ids) == ([{"role": "user", "content": "?"}], None, None)
+    return scale * float(completions)
+
+
+async def count_messages(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, conversation: Any, **_: Any
+) -> float:
+    return float(len(conversation))
+
+
+def fail_on_zero(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **task: Any
+) -> float:
+    return 1 / float(completions)
+
+
+def judge_folder(*, folder: str, **task: Any) -> float:
+    raise AssertionError("never called")
