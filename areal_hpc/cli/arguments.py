@@ -166,7 +166,6 @@ def parse_slurm_job_id(text: str) -> str:
 
 COMMAND_BY_MISTAKEN_NAME = {
     "train": "run",
-    "start": "run",
     "launch": "run",
     "sbatch": "submit",
     "stop": "cancel",

@@ -1,4 +1,4 @@
-"""`areal-hpc cancel`, `resume`, `caretaker`, `quarantine`, `export`, `rejudge`, `replay`."""
+"""Commands on a run: cancel, start, resume, caretaker, quarantine, export, rejudge, replay."""
 
 import argparse
 import json
@@ -37,6 +37,17 @@ STOP_MARGIN_S = 10.0
 commands = CommandTable()
 
 
+def _require_own_run(path: Path) -> RunPaths:
+    paths = parse_run_dir(path)
+    if not os.access(paths.root, os.W_OK):
+        raise ClusterError(
+            f"this run belongs to user {paths.root.stat().st_uid}, who alone may change it",
+            key=str(paths.root),
+            hint="log in as that user; status, why, logs and audit need no more than reading",
+        )
+    return paths
+
+
 def _require_own_slurm_run(path: Path) -> RunPaths:
     from areal_hpc.launch.prepare import find_live_jobs
     from areal_hpc.slurm.run_jobs import (
@@ -46,13 +57,7 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
     )
     from areal_hpc.view.formatting import get_program_command
 
-    paths = parse_run_dir(path)
-    if not os.access(paths.root, os.W_OK):
-        raise ClusterError(
-            f"this run belongs to user {paths.root.stat().st_uid}, who alone may change it",
-            key=str(paths.root),
-            hint="log in as that user; status, why, logs and audit need no more than reading",
-        )
+    paths = _require_own_run(path)
     if not (
         list_recorded_job_ids(paths)
         or was_submission_refused_recently(paths)
@@ -118,6 +123,44 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")
         return RunInterruptedError.exit_code
     print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
+    return 0
+
+
+@commands.add(
+    "start",
+    argument(
+        "words",
+        "claude-code, codex, gemini-cli, qwen-code or opencode, then a run and further arguments "
+        "of the program; or a run, `--`, and any command",
+        nargs="+",
+        metavar="HARNESS RUN",
+    ),
+    flag("--print-env", "print the variables in place of starting a program, and wait for Enter"),
+)
+def _start_program(arguments: argparse.Namespace) -> int:
+    """Open your own coding harness on the policy of a live run, and judge it.
+
+    Its session is recorded with your verdict as the reward: as an episode of the run if that has
+    rollout.agent.mode=online and train_on=people, else apart from what is trained. Your own
+    settings of the program are not changed.
+
+    $ areal-hpc start claude-code runs/math/first
+    $ areal-hpc start runs/math/first -- aider --model openai/default
+    """
+    from areal_hpc.agents.harness.personal_session import hold_session
+    from areal_hpc.agents.harness.programs import HARNESSES
+
+    words = [*arguments.words]
+    is_harness = words[0] in HARNESSES or not ("/" in words[0] or Path(words[0]).exists())
+    harness = words.pop(0) if is_harness else ""
+    if not words or not (harness or words[1:] or arguments.print_env):
+        raise RecipeError(
+            f"expected a harness and a run, or a run and a command, got {arguments.words[0]} alone",
+            key="HARNESS RUN",
+            hint="areal-hpc start claude-code RUN, or areal-hpc start RUN -- COMMAND",
+        )
+    paths = _require_own_run(Path(words.pop(0)))
+    hold_session(paths, harness, words, only_prints=arguments.print_env)
     return 0
 
 

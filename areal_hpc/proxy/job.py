@@ -72,6 +72,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         driver_key=derive_bearer_key(service_key, name),
         metrics_key=rendezvous.ensure_metrics_key(paths.metrics_key),
         online=recipe.rollout.agent.mode == "online",
+        trains_people=recipe.rollout.agent.train_on == "people",
     )
     register_sample_reader(service.metrics.list_samples)
     listener = _reopen_listener(paths.rendezvous_dir, name)
@@ -87,7 +88,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         await service.close()
     rendezvous.remove_own_endpoint(paths.rendezvous_dir, name)
     store = recorder.store
-    if paths.finished_marker.exists() and not (store.finished or store.failed or store.sealed):
+    if paths.finished_marker.exists() and not (store.finished or store.apart or store.sealed):
         shutil.rmtree(recorder.folder)  # the run has finished: no proxy reads the journal again
 
 

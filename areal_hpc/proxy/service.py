@@ -54,6 +54,7 @@ class ProxyService:
         driver_key: str = "",
         metrics_key: str = "",
         online: bool = False,
+        trains_people: bool = False,
     ) -> None:
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
@@ -93,7 +94,14 @@ class ProxyService:
             model=model,
             store=recorder.store,
             completions=completions,
-            driver_api=DriverApi(recorder, self._router, sealer, limits, online=online),
+            driver_api=DriverApi(
+                recorder,
+                self._router,
+                sealer,
+                limits,
+                online=online,
+                trains_people=trains_people,
+            ),
         )
 
     async def run(self, listener: socket.socket, stop: StopRequest, drain_timeout_s: int) -> None:

@@ -212,6 +212,12 @@ def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
 def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation, agent = recipe.rollout, recipe.evaluation, recipe.rollout.agent
     if agent.mode != "online":
+        if agent.train_on == "people":
+            yield Problem(
+                f"people's sessions cannot be trained with mode={agent.mode}",
+                "rollout.agent.train_on",
+                "set rollout.agent.mode=online, or remove it: areal-hpc start records all the same",
+            )
         return
     runs_agent, no_held_out = "external programs run the agent", "nothing would play held-out tasks"
     alternative = "evaluate the exported model"

@@ -69,11 +69,19 @@ class ServiceClient:
         request: msgspec.Struct | None,
         reply: type[ReplyT],
         *,
+        key: str = "",
         timeout_s: float | None = None,
     ) -> ReplyT:
-        """POST `request` once, or GET where there is none, and decode the reply."""
+        """POST `request` once, or GET where there is none, and decode the reply.
+
+        `key` replaces the client's own key, for a session.
+        """
         url = f"{self._address.look_up()}{route}"
-        return self._client.call(url, request, reply, timeout_s=timeout_s)
+        return self._client.call(url, request, reply, key=key, timeout_s=timeout_s)
+
+    @property
+    def url(self) -> str:
+        return self._address.look_up()
 
     def close(self) -> None:
         self._client.close()

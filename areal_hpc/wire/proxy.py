@@ -94,6 +94,9 @@ class StartSessionRequest(Struct, frozen=True):
     the session, else `all`."""
     records_sampling_mask: bool = False
     """Whether to record the tokens a reply could be sampled from, if its parameters exclude any."""
+    is_personal: bool = False
+    """Whether a person plays it (`areal-hpc start`). Without a ticket it is never trained, and it
+    is sealed if it has a reward at its end."""
 
 
 class EngineAddress(Struct, frozen=True):

@@ -47,6 +47,8 @@ class RowKind(IntEnum):
     """Row of an episode in which the agent failed."""
     AUXILIARY = 3
     """Row of a conversation that served an episode and is not trained."""
+    PERSONAL = 4
+    """Row of a session that a person played and judged, and that is of no ticket."""
 
     @property
     def label(self) -> str:

@@ -103,7 +103,7 @@ class Stage:
                 "context_length": context_tokens,
                 **{name: config.pop(name) for name in parsers if name in config},
             },
-            rollout={"agent": {"mode": "online"}} if config.pop("online", False) else {},
+            rollout={"agent": config.pop("agent", {})},
         )
         self.configure(
             {

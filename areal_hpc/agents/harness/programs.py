@@ -30,6 +30,14 @@ QUIET_VARIABLES = {
 """Common variables that switch off statistics, updates and colors."""
 
 
+class TerminalUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Way in which a person opens a harness at a terminal, with their own settings."""
+
+    command: tuple[str, ...]
+    variables: dict[str, str] = {}
+    files: dict[str, str] = {}
+
+
 class HarnessProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Released coding harness; the comment at the top of `harnesses.yaml` explains the fields."""
 
@@ -42,6 +50,7 @@ class HarnessProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, str] = {}
     python_version: str = ""
     note: str = ""
+    terminal: TerminalUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ class _OfferedEpisode:
 class DriverApi:
     """Handlers of drivers' requests. Without a sealer the proxy serves no run and has no tickets.
 
-    With `online`, sessions that programs open are episodes of the run's tickets.
+    With `online`, sessions that programs open are episodes of the run's tickets; those of people
+    are with `trains_people`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class DriverApi:
         limits: ProxyLimits,
         *,
         online: bool = False,
+        trains_people: bool = False,
     ) -> None:
         self._store = recorder.store
         self._recorder = recorder
@@ -87,7 +89,7 @@ class DriverApi:
         self._sealer = sealer
         self._limits = limits
         self._most_sessions = limits.max_sessions
-        self._online = online
+        self._online, self._trains_people = online, trains_people
         self._free_slots: set[_OfferedEpisode] = set()
         self._exported: dict[str, None] = {}
         """Ids of the sessions exported last, the latest at the end."""
@@ -129,7 +131,8 @@ class DriverApi:
         if len(sessions) >= most and sum(not s.ended for s in sessions.values()) >= most:
             raise ProxyRequestError(429, f"too many open sessions (limit {most})")
         control_key = generate_key() if request.rights == "calls" else ""
-        if not self._online or request.ref is not None or request.disposable:
+        is_own = request.ref is not None or request.disposable
+        if not self._online or is_own or (request.is_personal and not self._trains_people):
             session_id = self._open_session(request, key, control_key)
             return wire.StartSessionReply(session_id, key, control_key)
         free = [slot for slot in self._free_slots if not slot.taken.done()]  # done: driver hung up

@@ -7,8 +7,8 @@ in the index when it starts again, so that no ticket is sealed twice.
 A ticket that cannot become sound rows is dropped with the reason, in the journal and then at the
 ledger, which issues another one in its place.
 
-Held-out tickets and failed episodes go into shards of their own: the trainer does not wait for
-these, and the ledger does not get them.
+Held-out tickets, failed episodes and what people played beside the tickets go into shards of their
+own: the trainer does not wait for these, and the ledger does not get them.
 """
 
 import asyncio
@@ -98,18 +98,18 @@ class TicketSealer:
         shards = read_index(self._paths.shard_index_dir, self._cell)
         untrained = [row for shard in shards for row in shard.untrained]
         sealed_ids = {row.session_id for row in untrained}
-        failed = [session_id for session_id in self._store.failed if session_id in sealed_ids]
+        apart = [session_id for session_id in self._store.apart if session_id in sealed_ids]
         refs = [
             ticket.ref
             for ticket in self._list_finished(evaluation=True)
             if any(session.session_id in sealed_ids for session in ticket.sessions)
         ]
-        if failed or refs:
-            self._recorder.record(UntrainedSealed(refs, failed))
+        if apart or refs:
+            self._recorder.record(UntrainedSealed(refs, apart))
         self._kept_by_cause.update(
             row.cause for row in untrained if row.kind == RowKind.FAILED.label
         )
-        failures = [session.failure for session in self._store.failed.values() if session.failure]
+        failures = [session.failure for session in self._store.apart.values() if session.failure]
         self._kept_by_cause.update(failure.cause for failure in failures)
         sealed = locate_tickets(shards)
         unrecorded = [sealed[t.ref] for t in self._list_finished() if t.ref in sealed]
@@ -132,7 +132,7 @@ class TicketSealer:
                 tickets, held_out = self._list_finished(), self._list_finished(evaluation=True)
                 if self._is_seal_due(tickets, ()):
                     await self._seal(self._seal_training_tickets())
-                if self._is_seal_due(held_out, self._store.failed.values()):
+                if self._is_seal_due(held_out, self._store.apart.values()):
                     await self._seal(self._seal_untrained())
                 await self._settle()
                 pauses = iter(BACKOFF)
@@ -148,14 +148,14 @@ class TicketSealer:
         return count
 
     async def seal_all(self) -> None:
-        """Seal all finished tickets and failed episodes, training tickets first."""
+        """Seal all that is finished, training tickets first."""
         await self._seal(self._seal_training_tickets())
         await self._seal(self._seal_untrained())
         await self._try_settling()
 
     def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
         """Keep an ended session, or delete it if enough failures of its cause are kept."""
-        if request.session_id in self._store.failed:
+        if request.session_id in self._store.apart:
             return True
         must_keep = self._kept_by_cause[request.cause] < MAX_KEPT_PER_CAUSE
         if must_keep:
@@ -182,11 +182,11 @@ class TicketSealer:
     def _list_finished(self, *, evaluation: bool = False) -> list[FinishedTicket]:
         return [t for t in self._store.finished.values() if t.is_evaluation is evaluation]
 
-    def _is_seal_due(self, tickets: Sequence[FinishedTicket], failed: Iterable[Session]) -> bool:
+    def _is_seal_due(self, tickets: Sequence[FinishedTicket], apart: Iterable[Session]) -> bool:
         since = [ticket.finished_at for ticket in tickets]
         held_bytes = sum(ticket.row_bytes for ticket in tickets)
-        for session in failed:
-            since += [session.failure.failed_at] if session.failure else []
+        for session in apart:
+            since.append(session.failure.failed_at if session.failure else session.ended_at)
             held_bytes += session.recorded_bytes
         is_large = held_bytes >= SEALED_SHARD_BYTES
         return bool(since) and (is_large or time.time() - min(since) >= self._config.seal_after_s)
@@ -216,18 +216,18 @@ class TicketSealer:
 
     async def _seal_untrained(self) -> None:
         async with self._sealing_untrained:
-            tickets, failed = self._list_finished(evaluation=True), [*self._store.failed.values()]
-            if not (tickets or failed):
+            tickets, apart = self._list_finished(evaluation=True), [*self._store.apart.values()]
+            if not (tickets or apart):
                 return
-            rows = await asyncio.to_thread(_build_untrained_rows, tickets, failed, self._cell)
+            rows = await asyncio.to_thread(_build_untrained_rows, tickets, apart, self._cell)
             if rows:
                 await asyncio.to_thread(self._write_shard, rows)
-            refs, failed_ids = [t.ref for t in tickets], [session.session_id for session in failed]
-            self._recorder.record(UntrainedSealed(refs, failed_ids))
+            refs, apart_ids = [t.ref for t in tickets], [session.session_id for session in apart]
+            self._recorder.record(UntrainedSealed(refs, apart_ids))
             await self._recorder.compact_grown_journal()
 
     def _write_shard(self, rows: Sequence[TrajectoryRow]) -> SealedShard:
-        """Write and index a shard, in a thread: finished and failed episodes no longer change."""
+        """Write and index a shard, in a thread: finished episodes no longer change."""
         began = time.monotonic()
         paths, kinds = self._paths, Counter(row.kind.label for row in rows)
         with time_span("seal", "shards", rows=len(rows)) as facts:
@@ -284,11 +284,11 @@ def _build_rows(
 
 
 def _build_untrained_rows(
-    tickets: Sequence[FinishedTicket], failed: Sequence[Session], cell: str
+    tickets: Sequence[FinishedTicket], apart: Sequence[Session], cell: str
 ) -> list[TrajectoryRow]:
     rows: list[TrajectoryRow] = []
     builders = [(str(ticket.ref), ticket.build_rows) for ticket in tickets]
-    builders += [(session.session_id, session.build_failed_rows) for session in failed]
+    builders += [(session.session_id, session.build_apart_rows) for session in apart]
     for name, build_rows in builders:
         try:
             episode_rows = build_rows(cell)

@@ -34,6 +34,8 @@ ROW_BYTES_PER_TOKEN = 17
 SPENT_SESSION_RETENTION_S = 60.0
 MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 20
 """Limit of stored Responses, each of which repeats its request's tools and instructions."""
+NO_TICKET_ID = -1
+"""Ticket in the rows of a session that is of no ticket."""
 MAX_REMEMBERED_TICKETS = 4096
 """Settled tickets for which a repeated `/rl/finish_ticket` gets the same reply."""
 
@@ -212,6 +214,11 @@ class Session:
         return ref is not None and ref.eval_step < 0
 
     @property
+    def is_judged_by_person(self) -> bool:
+        request = self.request
+        return request.is_personal and request.ref is None and self.reward is not None
+
+    @property
     def must_persist(self) -> bool:
         return not self.request.disposable
 
@@ -244,10 +251,15 @@ class Session:
         # An unsound auxiliary row must not cost the episode.
         return rows + [row for row in auxiliary if find_row_defect(row) is None]
 
-    def build_failed_rows(self, cell: str) -> list[TrajectoryRow]:
+    def build_apart_rows(self, cell: str) -> list[TrajectoryRow]:
+        """Build the rows of a failed episode, or of a session that a person judged."""
         ref, failure = self.request.ref, self.failure
+        if failure is None:
+            key = EpisodeKey(NO_TICKET_ID, 0, 0, RowKind.PERSONAL)
+            return build_training_rows(
+                self.tree, key, self._build_record(cell), self.request.export
+            )
         assert ref is not None
-        assert failure is not None
         key = EpisodeKey(
             ref.ticket_id, ref.attempt, self.request.episode, RowKind.FAILED, ref.eval_step
         )
@@ -305,8 +317,8 @@ class SessionStore:
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, FinishedTicket] = {}
         """Finished tickets that are not sealed yet."""
-        self.failed: dict[str, Session] = {}
-        """Sessions of failed episodes that are kept and not sealed yet, by id."""
+        self.apart: dict[str, Session] = {}
+        """Sessions to seal apart that are not sealed yet, by id: of failed episodes and people."""
         self.sealed: dict[TicketRef, SealedTicket] = {}
         self.dropped: dict[TicketRef, str] = {}
         """Reasons that tickets cannot be sealed, until the ledger acknowledges them."""
@@ -359,10 +371,12 @@ class SessionStore:
                 session.ended, session.responses = True, {}
                 session.latest_messages.forget()
                 session.ended_at = event.ended_at
+                if session.is_judged_by_person:
+                    self.apart[event.session_id] = session
             case SessionFailed():
                 session = self.sessions[event.session_id]
                 session.failure = event
-                self.failed[event.session_id] = session
+                self.apart[event.session_id] = session
             case SessionDropped():
                 self._remove_session(self.sessions[event.session_id])
             case TicketFinished():
@@ -398,7 +412,7 @@ class SessionStore:
             self._remove_finished_ticket(ref)
             self._remember_row_count(ref, finished.row_count if finished else 0)
         for session_id in event.session_ids:
-            if session := self.failed.pop(session_id, None):
+            if session := self.apart.get(session_id):
                 self._remove_session(session)
 
     def _forget_settled_ticket(self, ref: TicketRef) -> None:
@@ -414,6 +428,7 @@ class SessionStore:
 
     def _remove_session(self, session: Session) -> None:
         del self.sessions[session.session_id]
+        self.apart.pop(session.session_id, None)
         opened = session.opened
         for sessions, digest in (
             (self._by_key, opened.key_digest),
@@ -438,7 +453,7 @@ class SessionStore:
 
         def is_idle(session: Session) -> bool:
             ref = session.request.ref
-            if session.in_flight or ref in self.finished or session.failure:
+            if session.in_flight or ref in self.finished or session.session_id in self.apart:
                 return False
             is_kept = not session.is_exported and (session.must_persist or not session.ended)
             last_used = session.touched_at if ref is None else used_at[ref]

@@ -33,6 +33,8 @@ class AgentExecutionConfig(BaseConfig):
 
     mode: Literal["inline", "subproc", "online"] = "inline"
     """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
+    train_on: Literal["programs", "people"] = "programs"
+    """Sessions that mode `online` trains: `people` adds those of `areal-hpc start`."""
     sampling: Literal["agent", "recipe"] = "agent"
     """Source of temperature, top_p and top_k: the agent's request if it has them, or the recipe."""
     auxiliary: Annotated[str, Field(pattern=r"^(keep|drop|[\w.]+:\w+)$")] = "keep"

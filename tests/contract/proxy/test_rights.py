@@ -207,7 +207,7 @@ TASK = {"question": "What is 1 + 2?"}
 
 @pytest.fixture(scope="module")
 def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("online"), online=True)
+    stage = Stage(tmp_path_factory.mktemp("online"), agent={"mode": "online"})
     yield stage
     stage.close()
 

@@ -151,7 +151,7 @@ def visit(stage: Stage, driver: ForkedProcess, number: int) -> tuple[dict[str, A
 def test_what_programs_do_becomes_the_tickets_episodes(paths: RunPaths) -> None:
     task = {"messages": [{"role": "user", "content": "hi"}]}
     paths.dataset("train").write_text(json.dumps(task) + "\n")
-    stage = Stage(paths.root.parent, online=True)
+    stage = Stage(paths.root.parent, agent={"mode": "online"})
     ref = TicketRef(0, 0)
     ledger = StandInLedger(paths.rendezvous_dir, [TicketGrant(ref, 0, 0, GROUP)])
     stage.loop.run(ledger.start())

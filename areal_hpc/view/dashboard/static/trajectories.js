@@ -14,7 +14,7 @@ const ROW_COLUMNS = [
 ];
 const ID_FIELDS = ["step", "ticket", "attempt", "episode", "task"]; // as filters have them, without separators
 const SHORTCUTS = [
-  ["all", ""], ["trained", "kind=train"], ["held-out", "kind=evaluation"], ["failed", "kind=failed"], ["auxiliary", "kind=auxiliary"],
+  ["all", ""], ["trained", "kind=train"], ["held-out", "kind=evaluation"], ["failed", "kind=failed"], ["auxiliary", "kind=auxiliary"], ["people", "kind=personal"],
   ["reward 0 or less", "kind=train and reward<=0"], ["cut", "finish=length"],
 ];
 
