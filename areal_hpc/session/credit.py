@@ -14,6 +14,11 @@ reward passes between siblings; all are followed by those that began after all o
 no reward names a reply, the reward is that of the whole episode, and all its interactions led to
 it: each is followed by the one that was completed next.
 
+`agents`: as `tree`, and where requests name their agents (`CallFacts.agent_id`) a sub-agent's
+conversation lies between two calls of its parent: it follows the last that was answered before it,
+and the first that was asked after it follows the sub-agent. So a reward that names the parent's
+reply reaches what its sub-agents said, and no sibling's.
+
 `chronological`: the interaction whose request arrived next, whatever its conversation; one without
 any reward earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
 
@@ -33,7 +38,7 @@ from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.agent_reward import MAX_REWARD, Reward, parse_reward_number
 from areal_hpc.wire.proxy import RecordedConversationSummary
 
-CreditRule = Literal["tree", "chronological"]
+CreditRule = Literal["tree", "agents", "chronological"]
 Followers = Mapping[str, Sequence[str]]
 
 
@@ -81,7 +86,7 @@ def map_followers(
     elif has_episode_reward(tree):
         order = kept
     else:
-        return _map_followers_by_tree(kept)
+        return _map_followers_by_tree(kept, by_agents=rule == "agents")
     return {a.interaction_id: [b.interaction_id] for a, b in itertools.pairwise(order)}
 
 
@@ -153,7 +158,9 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(present), MAX_REWARD))
 
 
-def _map_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, list[str]]:
+def _map_followers_by_tree(
+    interactions: Sequence[Interaction], *, by_agents: bool
+) -> dict[str, list[str]]:
     followers: dict[str, list[str]] = {}
     conversations: dict[str, list[Interaction]] = {}  # by their first interaction
     first: dict[str, str] = {}
@@ -164,12 +171,42 @@ def _map_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, lis
             first[call.interaction_id] = first[call.parent_id]
             followers.setdefault(call.parent_id, []).append(call.interaction_id)
         conversations.setdefault(first[call.interaction_id], []).append(call)
+    if by_agents:
+        agents = {call.agent_id for call in interactions}
+        for conversation in [*conversations.values()]:
+            agent_id, parent_id = conversation[0].agent_id, conversation[0].parent_agent_id
+            if agent_id != parent_id and parent_id in agents:
+                del conversations[conversation[0].interaction_id]
+                parent_calls = [call for call in interactions if call.agent_id == parent_id]
+                _insert_sub_agent(conversation, parent_calls, followers)
     phases = _group_overlapping_conversations(list(conversations.values()))
     for phase, after in itertools.pairwise(phases):
         for conversation in phase:
             last = conversation[-1].interaction_id
             followers[last] = [following[0].interaction_id for following in after]
     return followers
+
+
+def _insert_sub_agent(
+    conversation: Sequence[Interaction],
+    parent_calls: Sequence[Interaction],
+    followers: dict[str, list[str]],
+) -> None:
+    """Link a sub-agent's conversation to its parent's calls before and after it."""
+    begin = min(call.asked_at for call in conversation)
+    end = max(call.answered_at for call in conversation)
+    before = [call for call in parent_calls if call.answered_at <= begin]
+    after = [call for call in parent_calls if call.asked_at >= end]
+    following = list[str]()
+    if before:
+        caller = max(before, key=lambda call: call.answered_at)
+        following = followers.setdefault(caller.interaction_id, [])
+        following.append(conversation[0].interaction_id)
+    if after:
+        reader = min(after, key=lambda call: call.asked_at).interaction_id
+        followers.setdefault(conversation[-1].interaction_id, []).append(reader)
+        if reader in following:
+            following.remove(reader)  # it follows through the sub-agent
 
 
 def _group_overlapping_conversations(

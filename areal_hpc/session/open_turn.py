@@ -91,6 +91,7 @@ def build_open_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
     prefill: str | None = None,
+    agent_id: str = "",
 ) -> OpenTurn:
     """Find the interaction that a conversation in normal form continues, and render the new text.
 
@@ -111,7 +112,7 @@ def build_open_turn(
 
     messages = align_tool_turns(messages, tree.reply_by_call_id)
     context = msgspec.json.encode([tools, variables]) if tools or variables else b""
-    parent, replies, differing = tree.find_longest_match(context, messages)
+    parent, replies, differing = tree.find_longest_match(context, messages, agent_id)
     if parent is not None:
         last_ids = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
 

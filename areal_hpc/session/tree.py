@@ -132,7 +132,8 @@ class InteractionTree:
     """All recorded interactions of a session; iterating yields them in order of completion."""
 
     def __init__(self) -> None:
-        self._roots: dict[bytes, _MessageNode] = {}
+        self._roots: dict[tuple[str, bytes], _MessageNode] = {}
+        """Roots of messages by agent and context: conversations of two agents never join."""
         self._entries: dict[str, _TreeEntry] = {}
         self.reply_by_call_id: dict[str, Message] = {}
         self._latest_sequence = "", b""
@@ -161,9 +162,9 @@ class InteractionTree:
         raise LookupError("no interaction has been completed")
 
     def find_longest_match(
-        self, context: bytes, messages: list[Message]
+        self, context: bytes, messages: list[Message], agent_id: str = ""
     ) -> tuple[Interaction | None, list[int], str | None]:
-        """Find the interaction with the longest history that `messages` begin with, or None.
+        """Find an agent's interaction with the longest history that `messages` begin with, or None.
 
         Also return the indices of recorded replies in `messages`, and the field in which the rest
         differs from the recorded messages, if a reply is in it: a different question is a branch,
@@ -172,9 +173,10 @@ class InteractionTree:
         """
         longest: Interaction | None = None
         replies: list[int] = []
-        node = self._roots.get(sort_json_keys(context))
+        node = self._roots.get((agent_id, sort_json_keys(context)))
         if node is None:
-            others = self._roots.values()  # conversations with other tools or template variables
+            # Conversations with other tools or template variables.
+            others = [root for (agent, _), root in self._roots.items() if agent == agent_id]
             is_known = _has_assistant_message(messages) and any(
                 root.find_child(messages[0]) for root in others
             )
@@ -200,7 +202,8 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         if interaction.parent_id is None:
             parent = None
-            node = self._roots.setdefault(sort_json_keys(interaction.context), _MessageNode({}))
+            root_key = interaction.agent_id, sort_json_keys(interaction.context)
+            node = self._roots.setdefault(root_key, _MessageNode({}))
         else:
             parent = self._entries[interaction.parent_id]
             node = parent.node

@@ -51,7 +51,7 @@ class ExportSettings(Struct, frozen=True):
     """Settings of the export of a session to training rows (`session.export`)."""
 
     style: Literal["concat", "individual"] = "concat"
-    credit: Literal["tree", "chronological"] = "tree"
+    credit: Literal["tree", "agents", "chronological"] = "tree"
     drop_retry_orphans: bool = True
     is_credited: bool = False
     """Whether each reward is all that its reply earned: the agent's client passed rewards back."""
@@ -255,7 +255,7 @@ class ExportRequest(Struct, frozen=True):
     discount: float = 1.0
     style: Literal["individual", "concat"] = "individual"
     drop_retry_orphans: bool = False
-    credit: Literal["tree", "chronological"] = "tree"
+    credit: Literal["tree", "agents", "chronological"] = "tree"
 
 
 class ExportedInteraction(Struct, frozen=True):

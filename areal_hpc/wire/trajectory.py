@@ -72,6 +72,10 @@ class CallFacts(Struct, kw_only=True):
     """Replica of the cell that sampled the reply's end; -1 if a client in the agent recorded it."""
     cached_tokens: int = 0
     """Tokens of the prompt that the engine had in its cache."""
+    agent_id: str = ""
+    """Agent that asked, by the client's own id; empty if it names none."""
+    parent_agent_id: str = ""
+    """Agent that called this one; empty for the one without an id."""
 
 
 class CallRecord(CallFacts, omit_defaults=True, kw_only=True):

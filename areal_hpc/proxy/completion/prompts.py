@@ -40,6 +40,7 @@ from areal_hpc.session.tree import (
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
 from areal_hpc.wire.trajectory import (
     GREEDY_TEMPERATURE_BOUND,
+    CallFacts,
     MixtureShape,
     RecordedRoutes,
     record_engine_routes,
@@ -54,7 +55,7 @@ def enforce_sampling(
     call: ModelCall,
     session: StartSessionRequest,
     unknown_params: Sequence[str],
-    is_retry: bool = False,
+    facts: CallFacts,
 ) -> ModelCall:
     """Replace a call's sampling parameters by the run's, if its session is bound to them.
 
@@ -63,7 +64,6 @@ def enforce_sampling(
     """
     sampling, replaced = apply_enforced_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced, *list_unpaired(call.messages)]
-    facts = msgspec.structs.replace(call.facts, is_retry=is_retry)
     return msgspec.structs.replace(call, sampling=sampling, ignored=ignored, facts=facts)
 
 
@@ -311,6 +311,7 @@ class PromptBuilder:
                 tools=call.tools,
                 variables=call.template_variables,
                 prefill=call.prefill,
+                agent_id=call.facts.agent_id,
             )
         except ChatTemplateError as error:
             problem = f"the chat template rejects these messages: {error}"

@@ -44,6 +44,7 @@ from areal_hpc.proxy.dialects.sglang import (
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.http.routes import ModelAnswer, Route
 from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.wire.trajectory import CallFacts
 
 DIALECT_BY_ROUTE = {
     "/chat/completions": CHAT_DIALECT,
@@ -186,9 +187,9 @@ class AgentApi:
         session: Session,
         exchange: Exchange,
         unknown_params: Sequence[str],
-        is_retry: bool,
+        facts: CallFacts,
     ) -> ModelAnswer:
-        call = self._enforce_sampling(route, session, exchange, unknown_params, is_retry)
+        call = self._enforce_sampling(route, session, exchange, unknown_params, facts)
         exchange.call = call
         if exchange.streams:
             reply_stream = await self._completions.stream(session, call, exchange.answer_id)
@@ -199,7 +200,7 @@ class AgentApi:
     async def _count_prompt_tokens(
         self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
     ) -> int:
-        call = self._enforce_sampling(route, session, exchange, unknown_params)
+        call = self._enforce_sampling(route, session, exchange, unknown_params, CallFacts())
         return (await self._completions.prompts.build_prompt(session, call))[1]
 
     def _enforce_sampling(
@@ -208,9 +209,9 @@ class AgentApi:
         session: Session,
         exchange: Exchange,
         unknown_params: Sequence[str],
-        is_retry: bool = False,
+        facts: CallFacts,
     ) -> ModelCall:
-        call = enforce_sampling(exchange.call, session.request, unknown_params, is_retry)
+        call = enforce_sampling(exchange.call, session.request, unknown_params, facts)
         if names := call.ignored_names:
             self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call

@@ -30,6 +30,7 @@ from areal_hpc.proxy.http.agent_api import (
     find_google_key,
     read_query_parameters,
 )
+from areal_hpc.proxy.http.agent_ids import build_call_facts
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
 from areal_hpc.proxy.http.repeated_requests import Answer, SessionRequests, hash_request
@@ -171,7 +172,9 @@ class ProxyApp:
             return await _answer(route, arguments, request, keeps_content=False)
 
         async def answer(is_retry: bool, keeps_content: bool) -> Answer:
-            arguments.append(is_retry)
+            decoded = arguments[-2]
+            assert isinstance(decoded, msgspec.Struct)
+            arguments.append(build_call_facts(request.headers, decoded, is_retry=is_retry))
             return await _answer(route, arguments, request, keeps_content=keeps_content)
 
         requests = self._requests_by_session.get(session)

@@ -53,7 +53,7 @@ class Route:
     streams: bool = False
     """Whether it may answer with server-sent events."""
     calls_model: bool = False
-    """Whether the session records the answer; the last argument is whether it is a retry."""
+    """Whether the session records the answer; the last argument is its `CallFacts`."""
     is_open_after_session_end: bool = False
     passes_unknown_params: bool = False
     """Whether undeclared parameters are accepted; the handler then takes their names as well."""

@@ -51,8 +51,9 @@ class AgentExecutionConfig(BaseConfig):
     """Files, network and limits of the sandbox."""
     export_style: Literal["concat", "individual"] = "concat"
     """Rows: `concat`: one for each branch of the conversation; `individual`: one for each call."""
-    credit: Literal["tree", "chronological"] = "tree"
-    """Calls that share in a reward: `tree`: those that led to it; `chronological`: all earlier."""
+    credit: Literal["tree", "agents", "chronological"] = "tree"
+    """Calls that share in a reward: `tree`: those that led to it; `agents`: and their sub-agents'
+    by id; `chronological`: all earlier."""
     drop_retry_orphans: bool = True
     """Drop unused replies to a request that its client has repeated and marked as a retry."""
 

@@ -224,6 +224,7 @@ def _describe_call(call: CallRecord) -> JsonObject:
         "prompt_tokens": call.prompt_tokens,
         "reply_tokens": call.reply_tokens,
         "cached_tokens": call.cached_tokens,
+        "agent": call.agent_id,
         "finish": call.finish_reason,
         "trained": call.trained,
         "reward": call.reward and msgspec.structs.asdict(call.reward),

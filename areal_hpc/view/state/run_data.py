@@ -107,6 +107,7 @@ class RunData:
                 "prompt_tokens": call.prompt_tokens,
                 "reply_tokens": call.reply_tokens,
                 "cached_tokens": call.cached_tokens,
+                "agent": call.agent_id,
                 "finish": call.finish_reason,
                 "reward": call.reward.value if call.reward else None,
             }

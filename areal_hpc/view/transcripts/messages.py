@@ -98,7 +98,7 @@ def _format_tool_call(raw_call: object) -> str:
 
 
 def list_call_facts(call: CallRecord) -> list[str]:
-    facts = []
+    facts = [f"agent {call.agent_id}"] if call.agent_id else []
     if call.answered_at:
         facts.append(f"{call.answered_at - call.asked_at:.2f} s")
     facts.append(f"{call.reply_tokens} tokens")

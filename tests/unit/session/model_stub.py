@@ -42,6 +42,7 @@ def answer(
     temperature: float = 1.0,
     version: int = 7,
     is_retry: bool = False,
+    agent: tuple[str, str] = ("", ""),
     during: tuple[float, float] = (0.0, 0.0),
 ) -> Interaction:
     """Add the model's output of a turn to the tree."""
@@ -62,6 +63,8 @@ def answer(
         closed=closed,
         temperature=temperature,
         is_retry=is_retry,
+        agent_id=agent[0],
+        parent_agent_id=agent[1],
         asked_at=during[0],
         answered_at=during[1],
         is_reward_named=True,  # a test may set one
@@ -80,13 +83,24 @@ def say(
     template: ChatTemplate = TEMPLATE,
     tools: list[dict[str, Any]] | None = None,
     variables: dict[str, Any] | None = None,
+    agent: tuple[str, str] = ("", ""),
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
-    turn = build_open_turn(tree, [*messages], template, ENCODER, tools=tools, variables=variables)
+    turn = build_open_turn(
+        tree,
+        [*messages],
+        template,
+        ENCODER,
+        tools=tools,
+        variables=variables,
+        agent_id=agent[0],
+    )
     output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
     new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text))
-    return answer(tree, turn, new_ids, assistant(text), output_ids, closed=closed, **how)
+    return answer(
+        tree, turn, new_ids, assistant(text), output_ids, closed=closed, agent=agent, **how
+    )
 
 
 def branches(left: float | None, right: float | None) -> tuple[InteractionTree, list[Interaction]]:

@@ -183,6 +183,48 @@ def test_replies_sampled_side_by_side_are_no_orphans() -> None:
     assert find_retry_orphans(tree) == frozenset()
 
 
+SUB_AGENT_EPISODE: Sequence[tuple[str, str, str, tuple[float, float]]] = [
+    # agent, parent, what it is asked, when
+    ("main", "", "plan", (0, 1)),
+    ("left", "main", "half", (2, 5)),
+    ("right", "main", "half", (3, 4)),
+    ("deep", "left", "detail", (5, 6)),
+    ("left", "main", "half, again", (7, 8)),
+    ("other", "", "aside", (2, 9)),
+    ("main", "", "plan, then", (10, 11)),
+]
+"""Orchestrator with two sub-agents at once, one of which calls another, beside another agent."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "earned"),
+    [
+        ("tree", [0.5, None, None, None, None, None, 1.0]),
+        ("agents", [0.15625, 0.125, 0.5, 0.25, 0.5, None, 1.0]),
+        ("chronological", [0.5**6, 0.5**5, 0.5**3, 0.5**2, 0.5, 0.5**4, 1.0]),
+    ],
+)
+def test_a_reward_reaches_sub_agents_by_their_ids(
+    rule: CreditRule, earned: list[float | None]
+) -> None:
+    tree, histories = InteractionTree(), dict[str, list[Message]]()
+    for agent, parent, question, during in SUB_AGENT_EPISODE:
+        messages = histories.setdefault(agent, [])
+        messages.append(user(question))
+        say(tree, messages, f"{agent} says", agent=(agent, parent), during=during)
+        messages.append(assistant(f"{agent} says"))
+    tree.last_completed.reward = 1.0
+    assert totals(tree, 0.5, rule) == pytest.approx(earned)
+
+
+def test_conversations_of_two_agents_never_join() -> None:
+    tree, history = InteractionTree(), [user("a"), *turn("one")]
+    say(tree, history[:1], "one", agent=("x", ""))
+    joined = say(tree, history, "two", agent=("x", ""))
+    apart = say(tree, history, "two", agent=("y", ""))
+    assert (joined.reuse, apart.reuse, apart.parent_id) == ("reused", "none", None)
+
+
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

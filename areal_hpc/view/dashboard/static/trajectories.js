@@ -160,6 +160,7 @@ function describeRewards(rows) {
 function buildMessage(message, index) {
   const call = message.call;
   const facts = call ? [
+    call.agent && `agent ${call.agent}`,
     call.seconds !== null && formatSeconds(call.seconds),
     `${formatNumber(call.reply_tokens)} tokens`,
     call.cached_tokens > 0 && `${formatNumber(call.cached_tokens)} of ${formatNumber(call.prompt_tokens)} prompt tokens cached`,
