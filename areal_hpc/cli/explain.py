@@ -112,10 +112,11 @@ def _show_dashboard(arguments: argparse.Namespace) -> int:
     argument("runs", "run directories", type=Path, nargs="+", metavar="run"),
     argument(
         "--out",
-        "a new file; default: the first run's name with -report.html, here",
+        "a new file; default: the first run's name with -report.html or -bundle.tar.gz, here",
         type=Path,
         metavar="FILE",
     ),
+    flag("--bundle", "one run's records with digests of all: audit --bundle checks them anywhere"),
 )
 def _write_report(arguments: argparse.Namespace) -> int:
     """Write one HTML file on a run, or on several beside one another.
@@ -126,11 +127,23 @@ def _write_report(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc report runs/quickstart/demo
     $ areal-hpc report runs/sweep/a runs/sweep/b --out sweep.html
+    $ areal-hpc report runs/quickstart/demo --bundle
     """
+    from areal_hpc.view.bundle import write_bundle
     from areal_hpc.view.dashboard.report import write_report
     from areal_hpc.view.transcripts.row_index import get_cache_dir
 
     runs = [parse_run_dir(path) for path in arguments.runs]
+    if arguments.bundle:
+        if len(runs) > 1:
+            raise RecipeError(f"a bundle is of one run, got {len(runs)}", key="--bundle")
+        out = arguments.out or Path(f"{runs[0].run_name.replace('/', '-')}-bundle.tar.gz")
+        manifest, digest = write_bundle(runs[0], out, get_cache_dir())
+        print(
+            f"{out}: {len(manifest.files)} files, and digests of {len(manifest.left_out)} files of "
+            f"the run\nSHA-256 of the bundle: {digest}"
+        )
+        return 0
     out = arguments.out or Path(f"{runs[0].run_name.replace('/', '-')}-report.html")
     count = write_report(list(dict.fromkeys(runs)), out, get_cache_dir())
     print(f"{out}: {count} conversations, {out.stat().st_size / 2**20:.1f} MiB")
@@ -180,7 +193,7 @@ def _write_trace(arguments: argparse.Namespace) -> int:
         "--tracker",
         "wandb, or a program: docs/metrics.md",
         default="wandb",
-        metavar="wandb|FILE.py",
+        metavar="wandb|otlp|FILE.py",
     ),
     argument(
         "--python",
@@ -192,13 +205,15 @@ def _write_trace(arguments: argparse.Namespace) -> int:
     flag("--follow", "go on until the run is finished or cancelled"),
 )
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
-    """Write a run's metrics for a tracker (wandb), offline.
+    """Write a run's metrics for a tracker: wandb, offline, or OpenTelemetry.
 
-    Each call writes the final rows that are new: for wandb an offline run, all with one id. No
-    step is written twice, even after a kill. The run itself is only read.
+    Each call writes the final rows that are new: for wandb an offline run, all with one id; with
+    otlp they go to OTEL_EXPORTER_OTLP_ENDPOINT, with the spans of their steps. No step is written
+    twice, even after a kill. The run itself is only read.
 
     $ areal-hpc sync runs/quickstart/demo --python ~/wandb/bin/python
     $ areal-hpc sync runs/quickstart/demo --follow --project quickstart
+    $ areal-hpc sync runs/quickstart/demo --tracker otlp --follow
     $ areal-hpc sync runs/quickstart/demo --tracker my_tracker.py
     """
     from areal_hpc.jobs.processes.process_setup import catch_stop_signals

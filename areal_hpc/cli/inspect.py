@@ -189,7 +189,14 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@commands.add("audit", RUN, flag("--tickets", "list the status of every ticket"))
+@commands.add(
+    "audit",
+    argument("run", "a run directory; with --bundle, a copy to compare", type=Path, nargs="?"),
+    [
+        flag("--tickets", "list the status of every ticket"),
+        argument("--bundle", "check this file of areal-hpc report --bundle", type=Path),
+    ],
+)
 def _audit_tickets(arguments: argparse.Namespace) -> int:
     """Check that every ticket was trained exactly once, or why not.
 
@@ -197,10 +204,15 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     was lost or trained twice.
 
     $ areal-hpc audit runs/quickstart/demo --tickets
+    $ areal-hpc audit --bundle quickstart-demo-bundle.tar.gz
     """
     from areal_hpc.metrics.step_metrics import read_metrics
     from areal_hpc.view.audit import TicketStatus, audit_run
 
+    if arguments.bundle:
+        return _check_bundle(arguments.bundle, arguments.run and parse_run_dir(arguments.run))
+    if arguments.run is None:
+        raise RecipeError("expected a run directory", hint="name one, or a file with --bundle")
     paths = parse_run_dir(arguments.run)
     audit = audit_run(paths)
     faults = (TicketStatus.DUPLICATE, TicketStatus.LOST)
@@ -232,6 +244,22 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         print(f"{unrewarded} replies of trained episodes are not trained: no reward reaches them")
     print(audit.summary_line)
     return 0 if audit.is_consistent else ShardError.exit_code
+
+
+def _check_bundle(bundle: Path, run: RunPaths | None) -> int:
+    from areal_hpc.view.bundle import check_bundle
+
+    check = check_bundle(bundle, run)
+    problems = [*check.problems, *check.audit.problems]
+    for problem in problems:
+        print(f"problem: {escape_line(str(problem))}")
+    manifest = check.manifest
+    compared = f"{len(manifest.left_out)} in {run.root}" if run else "none outside of it"
+    print(
+        f"{manifest.run}, written by areal-hpc {manifest.areal_hpc} at {manifest.time}: compared "
+        f"{len(manifest.files)} files of the bundle and {compared}\n{check.audit.summary_line}"
+    )
+    return ShardError.exit_code if problems or not check.audit.is_consistent else 0
 
 
 def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:

@@ -1,7 +1,7 @@
 """Traces of chosen steps on chosen ranks: `trainer.profile`."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,9 @@ def trace_step(
         yield
         return
     profile = torch.profiler.profile(with_stack=True)
-    writers = {f"trainer-{rank}.trace.json.gz": profile.export_chrome_trace}
+    writers: dict[str, Callable[[str], object]] = {
+        f"trainer-{rank}.trace.json.gz": profile.export_chrome_trace
+    }
     if config.memory and device.type == "cuda":
         record_gpu_memory_history("all")
         writers[f"trainer-{rank}.memory.pickle"] = dump_gpu_memory_snapshot

@@ -27,7 +27,9 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_inputs import read_run_recipe
 
 PROGRAM_TIMEOUT_S = 1800.0
-BUILT_IN_PROGRAMS = {"wandb": Path(__file__).with_name("wandb_program.py")}
+BUILT_IN_PROGRAMS = {
+    name: Path(__file__).with_name(f"{name}_program.py") for name in ("wandb", "otlp")
+}
 
 
 class TrackerProgramInput(msgspec.Struct, frozen=True):
@@ -43,6 +45,8 @@ class TrackerProgramInput(msgspec.Struct, frozen=True):
     """Recipe, without values that may be secrets."""
     rows: list[JsonMetricRow]
     """Metrics with their `step`; metrics that came late have a row of their own."""
+    run_dir: str
+    """Path of the run, for what else a program reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ def write_tracker_part(paths: RunPaths, tracker: TrackerChoice) -> int:
             project=tracker.project,
             config=hide_private_values_equal_in(recipe, recipe),
             rows=rows,
+            run_dir=str(paths.root),
         )
         shutil.rmtree(target.unfinished_part, ignore_errors=True)
         target.unfinished_part.mkdir()

@@ -36,7 +36,7 @@ def record_gpu_memory_history(what: Literal["all"] | None) -> None:
 
 
 def dump_gpu_memory_snapshot(path: str) -> None:
-    torch.cuda.memory._dump_snapshot(path)
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
 def activate_flash_attention_4(device: torch.device) -> bool:

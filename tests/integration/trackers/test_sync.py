@@ -15,6 +15,7 @@ from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.view.sync import TrackerChoice, choose_tracker, write_tracker_part
 from tests.support.commands import areal_hpc
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.recorded_run import write_recipe
 
 TRACKER = """
@@ -148,3 +149,95 @@ def test_what_fails_says_why_and_writes_nothing(paths: RunPaths, tmp_path: Path)
     assert paths.tracker("broken").list_parts() == []
     with pytest.raises(RecipeError, match="expected wandb"):
         choose_tracker("swanlab", sys.executable, "")
+
+
+def write_spans(paths: RunPaths) -> None:
+    lines = [
+        {"type": "process", "at": 100.0, "node": "n01", "pid": 7, "began_at": 100.0},
+        {"type": "span", "name": "train", "begin": 101.0, "end": 104.0, "facts": {"rows": 3}},
+        {"type": "span", "name": "checkpoint", "begin": 108.0, "end": 114.0},
+    ]
+    paths.spans_dir.mkdir()
+    paths.spans("trainer-trainer").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, end in ((1, 110.0), (2, 120.0)):
+        append_line(paths.metrics, {"step": step, "loss": step / 4, "unix_time_s": end})
+    paths.finished_marker.touch()
+
+
+def test_metrics_and_spans_leave_by_otlp_where_the_standard_variables_point(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_spans(paths)
+    received: list[tuple[str, str | None, Any]] = []
+
+    class Collector(JsonHandler):
+        def post(self, content: bytes) -> None:
+            received.append((self.path, self.headers["x-team"], json.loads(content)))
+            self.answer(200, {"partialSuccess": {}})
+
+    with serving_http(Collector) as url:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{url}/otlp/")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=a%20b,other=1")
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+        for rows in ("2 new rows", "0 new rows", "1 new rows"):
+            ended = areal_hpc("sync", paths.root, "--tracker", "otlp")
+            assert rows in ended.stdout, ended.stderr
+            if rows == "0 new rows":
+                append_line(paths.metrics, {"step": 1, "eval/reward": 0.5})
+    assert {(path, team) for path, team, _ in received} == {
+        ("/otlp/v1/metrics", "a b"),
+        ("/otlp/v1/traces", "a b"),
+    }
+    points = {
+        (metric["name"], int(point["timeUnixNano"]) / 1e9): point["asDouble"]
+        for _, _, body in received
+        for resource in body.get("resourceMetrics", [])
+        for metric in resource["scopeMetrics"][0]["metrics"]
+        for point in metric["gauge"]["dataPoints"]
+    }
+    assert points == {
+        **{("areal_hpc.step", 110.0): 1, ("areal_hpc.loss", 110.0): 0.25},
+        **{("areal_hpc.step", 120.0): 2, ("areal_hpc.loss", 120.0): 0.5},
+        ("areal_hpc.eval/reward", 110.0): 0.5,
+    }
+    traces = [body["resourceSpans"] for path, _, body in received if path.endswith("traces")]
+    spans = [
+        [(span["name"], get_s(span, "start"), get_s(span, "end")) for span in list_spans(resources)]
+        for resources in traces
+    ]
+    assert spans == [
+        [("step 1", 101, 110), ("train", 101, 104), ("checkpoint", 108, 110)],
+        [("step 2", 110, 120), ("checkpoint", 110, 114)],
+    ]
+    root, train, _ = list_spans(traces[0])
+    assert (train["traceId"], train["parentSpanId"]) == (root["traceId"], root["spanId"])
+    assert (len(root["traceId"]), len(root["spanId"])) == (32, 16)
+    assert {"key": "rows", "value": {"intValue": "3"}} in train["attributes"]
+    names = {item["key"]: item["value"] for item in traces[0][1]["resource"]["attributes"]}
+    assert names["service.name"] == {"stringValue": "ours"}
+    assert names["service.instance.id"] == {"stringValue": "trainer-trainer"}
+
+
+def list_spans(resources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [span for resource in resources for span in resource["scopeSpans"][0]["spans"]]
+
+
+def get_s(span: dict[str, Any], which: str) -> float:
+    return int(span[f"{which}TimeUnixNano"]) / 1e9
+
+
+def test_a_collector_that_refuses_costs_no_row(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_spans(paths)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    ended = areal_hpc("sync", paths.root, "--tracker", "otlp")
+    assert (ended.returncode, "OTEL_EXPORTER_OTLP_ENDPOINT is not set" in ended.stderr) == (
+        75,
+        True,
+    )
+    with serving_http(JsonHandler) as url:  # which answers 404
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        ended = areal_hpc("sync", paths.root, "--tracker", "otlp")
+        assert (ended.returncode, "404 Not Found" in ended.stderr) == (75, True)
+    assert paths.tracker("otlp").list_parts() == []
