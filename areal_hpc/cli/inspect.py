@@ -157,6 +157,28 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@commands.add(
+    "stacks",
+    RUN,
+    argument(
+        "names", "jobs (cell-0), processes (proxy), or both (cell-0/proxy)", nargs="*", default=[]
+    ),
+)
+def _show_stacks(arguments: argparse.Namespace) -> int:
+    """Show what each thread of a running process does, such as of one that hangs.
+
+    Each process, and SGLang, writes its stacks to its log, where they stay. Agents do not.
+
+    $ areal-hpc stacks runs/quickstart/demo trainer
+    """
+    from areal_hpc.view.stacks import fetch_stacks
+
+    for file, lines in fetch_stacks(parse_run_dir(arguments.run), arguments.names):
+        for line in lines:
+            print(_format_log_line(file.source, line))
+    return 0
+
+
 def _format_log_line(process_name: str, line: str) -> str:
     line = escape_line(line)
     if not sys.stdout.isatty():

@@ -24,6 +24,7 @@ from areal_hpc.jobs import starts
 from areal_hpc.jobs.node import TaskPosition, detect_task_position
 from areal_hpc.jobs.processes.process_setup import StopRequest, set_up_logging
 from areal_hpc.jobs.processes.process_ties import die_with_parent
+from areal_hpc.jobs.processes.stack_dumps import StackRequestWatch
 from areal_hpc.jobs.restarts import (
     PERMANENT_EXIT_CODES,
     RankRestart,
@@ -129,6 +130,7 @@ class _Supervisor:
             launch.paths.rank_restarts_dir / (task.incarnation or "local"),
             SLURM_RANK_RESTART_POLL_S if task.incarnation else LOCAL_RANK_RESTART_POLL_S,
         )
+        self._stack_requests = StackRequestWatch(launch.paths.stack_request)
         self._children: list[ManagedProcess] = []
 
     def run(self) -> TaskExit:
@@ -167,6 +169,9 @@ class _Supervisor:
         can_end_job = any(child.spec.ends_job for child in self._children)
         if (outcome := self._task.find_stop_reason(can_end_job=can_end_job)) is not None:
             return outcome
+        if self._stack_requests.has_new_request():
+            for child in self._children:
+                child.request_stacks()
         for child in list(self._children):  # a child that is done is removed
             if (outcome := self._poll_process(child)) is not None:
                 return outcome

@@ -32,6 +32,7 @@ from areal_hpc.jobs.processes.fork_server import (
     ForkReply,
 )
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
+from areal_hpc.jobs.processes.stack_dumps import request_stacks
 from areal_hpc.jobs.starts import CHECKPOINT_DURATION_FILE_VARIABLE, STOP_NOTE_VARIABLE
 from areal_hpc.recipe.keys import read_role_variables
 from areal_hpc.rundir.files import make_folder, write_atomic_private
@@ -152,6 +153,7 @@ class ExecutedProcess:
     ) -> None:
         command = [python, "-m", PROCESS_MAIN, entry, str(config_path)]
         self._process = _start_session(command, log_path, environ)
+        self.pid = self._process.pid
         self.poll = self._process.poll
         self.terminate = self._process.terminate
         self.wait = self._process.wait
@@ -223,6 +225,11 @@ class ManagedProcess:
     def signal_session(self, signal_number: int) -> None:
         if self.process is not None:
             self.process.signal_session(signal_number)
+
+    def request_stacks(self) -> None:
+        """Ask the process for its stacks, and SGLang below it; not programs of users."""
+        if self.process is not None and self.process.pid is not None:
+            request_stacks(self.process.pid, with_descendants=self.spec.uses_gpus)
 
     def made_progress(self) -> bool:
         return self._read_progress_bytes() > self._progress_bytes

@@ -229,6 +229,8 @@ class JobPaths(_Folder):
     """Number of submissions by caretakers, and the run's progress at the last one."""
     cancelled_id = _PathDescriptor("cancelled_id")
     """Job id of the submission that a person cancelled; Slurm itself forgets it."""
+    stack_request = _PathDescriptor("stack_request")
+    """Time at which a user last asked for the stacks of the job's processes."""
     checkpoint_duration = _PathDescriptor("checkpoint_time_s")
     """Duration of the last checkpoint in seconds."""
 

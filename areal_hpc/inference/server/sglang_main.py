@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.jobs.processes.stack_dumps import answer_stack_requests
 from areal_hpc.wire.replicas import ADAPTER_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -252,6 +253,7 @@ def serve_sent_adapter() -> None:
 
 def install_patches() -> None:
     """Install all patches in this process; without an adapter, SGLang's adapters stay unchanged."""
+    answer_stack_requests()
     serve_sent_adapter()  # first: prompts scored while paused must run with the adapter, too
     install_paused_scoring()
     keep_sampling_routes()

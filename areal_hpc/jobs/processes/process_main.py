@@ -31,6 +31,7 @@ from areal_hpc.jobs.processes.process_setup import (
     set_up_logging,
 )
 from areal_hpc.jobs.processes.process_ties import die_with_parent, exit_when_orphaned
+from areal_hpc.jobs.processes.stack_dumps import answer_stack_requests
 from areal_hpc.jobs.restarts import PERMANENT_EXIT_CODES
 from areal_hpc.rundir.files import forbid_making
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
@@ -56,6 +57,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     os.umask(os.umask(0o077) | 0o027)  # at least as strict as the supervisor's
     raise_open_file_limit()
     set_up_logging()
+    answer_stack_requests()
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
     if "run_dir" in config:

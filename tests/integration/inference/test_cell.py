@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from areal_hpc.jobs.processes.stack_dumps import request_stacks
 from areal_hpc.rollout.concurrency import EngineLoad, EngineLoadReader
 from areal_hpc.rundir.rendezvous import derive_bearer_key, make_client_tls
 from areal_hpc.wire.replicas import ReplicaView
@@ -128,6 +129,14 @@ def test_a_server_is_traced_from_when_it_serves_the_weights_before_a_chosen_step
     wait_for(is_traced, why=cell.logs)
     assert cell.paths.list_profiles() == [trace]
     assert b"aten::" in gzip.decompress(trace.read_bytes())
+
+
+@pytest.mark.usefixtures("before")
+def test_a_server_and_its_scheduler_write_their_stacks_when_asked(cell: Cell) -> None:
+    request_stacks(cell.job.pid, with_descendants=True)
+    logs = [*cell.paths.root.rglob("replica-0.*.log")]
+    wait_for(lambda: any("in event_loop" in log.read_text(errors="replace") for log in logs))
+    assert cell.generate([5, 6, 7], max_new_tokens=1)["output_ids"], "all live on"
 
 
 @pytest.mark.last

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
+from tests.support.commands import exit_code_of
 from tests.support.deadlines import scaled
 from tests.support.process_commands import alive, command_of
 from tests.support.waiting import wait_for
@@ -45,6 +47,10 @@ def finish_after_w(config):
 def wait(config):
     Path(config["file"]).write_text(str(os.getpid()))
     time.sleep(600)
+
+def ignore_requests(config):
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    wait(config)
 
 def crash_until(config):
     path = Path(config["file"])
@@ -88,8 +94,8 @@ def submit(folder: Path) -> Iterator[Submit]:
     ) -> LocalJobHandle:
         launch = LaunchFile(
             job=JobSpec(name, "agents", list(processes), tasks=options.pop("tasks", 1)),
-            job_dir=str(folder / name),
-            log_dir=str(folder / "logs"),
+            job_dir=str(RunPaths(folder).job(name).root),
+            log_dir=str(RunPaths(folder).log_dir(1)),
             events=str(folder / "events.jsonl"),
             pythons={"agents": sys.executable},
             variables={"agents": {"PYTHONPATH": str(folder), "SHARED": "of-all", "KEY": "of-all"}},
@@ -131,6 +137,24 @@ def test_the_job_ends_with_its_leading_process(folder: Path, submit: Submit) -> 
     outcome = outcome_of(job)
     assert (outcome.exit_code, outcome.process) == (0, "f")
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
+
+
+def test_stacks_of_waiting_processes_are_shown_and_a_process_without_a_handler_lives_on(
+    folder: Path, submit: Submit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunPaths(folder).recipe.write_text("trainer: {}")
+    processes = [
+        actor(folder, name, "wait", is_forked=name == "forked") for name in ("w", "forked")
+    ]
+    submit(*processes, actor(folder, "deaf", "ignore_requests"))
+    pids = [pid for name in ("w", "forked", "deaf") for pid in pids_in(folder / f"{name}.txt")]
+    time.sleep(scaled(3))  # the supervisor has looked once
+    assert exit_code_of("stacks", folder, "job") == 0
+    output = capsys.readouterr().out
+    for name in ("w", "forked"):
+        assert re.search(rf'job/{name} \|   File ".*actors.py", line \d+ in wait', output), output
+    assert "job/deaf" not in output
+    assert all(map(is_running, pids))
 
 
 def test_a_job_is_started_outside_the_main_thread_too(folder: Path, submit: Submit) -> None:
@@ -178,7 +202,7 @@ def test_only_the_first_task_runs_first_task_processes(folder: Path, submit: Sub
     )
     wait_for(job.is_done)
     assert len(job.read_task_exits()) == 2
-    logs = sorted(path.name for path in (folder / "logs" / "job").iterdir())
+    logs = sorted(path.name for path in (RunPaths(folder).log_dir(1) / "job").iterdir())
     assert logs == ["all-0.log", "all-1.log", "only-0.log"]
 
 
