@@ -3,11 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.support.environments import CHECKOUT
-from tests.support.site.pages import TABLE_MARK
-from tests.support.site.tables import TABLES
 
 SKIPPED = {".venvs", ".git", ".pytest_cache", "runs", "build", "site"}
 DOCUMENTS = sorted(
@@ -55,17 +51,3 @@ def test_links_paths_and_make_targets_exist() -> None:
         wrong += [(document.name, path) for path in gone]
         wrong += [(document.name, f"make {name}") for name in make_targets if name not in targets]
     assert wrong == []
-
-
-def test_every_table_is_in_one_document() -> None:
-    marks = [mark for path in DOCUMENTS for mark in TABLE_MARK.findall(path.read_text())]
-    assert sorted(marks) == sorted(TABLES)
-
-
-@pytest.mark.parametrize("name", sorted(TABLES.keys() - {"api", "commands"}))
-def test_every_table_has_whole_rows(name: str) -> None:
-    text = TABLES[name]()
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert rows
-    assert all(row.endswith("|") for row in rows)
-    assert "| None |" not in text
