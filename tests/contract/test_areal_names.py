@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.cli.main import main
-from tests.support.commands import run_program, said_by
+from tests.support.commands import exit_code_of, run_program, said_by
 from tests.support.environments import CHECKOUT
 
 IMPORTS = """
@@ -141,17 +140,10 @@ def test_a_launcher_runs_the_script_with_its_arguments_and_tells_our_errors(tmp_
 FOLDER = Path(__file__).parent
 
 
-def migrated(*arguments: object) -> int:
-    """Return the exit code of `areal-hpc migrate`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["migrate", *map(str, arguments)])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 def test_a_file_becomes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "recipe.yaml"
-    assert migrated(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", out) == 0
+    config = FOLDER / "areal_config.yaml"
+    assert exit_code_of("migrate", config, "--rows", "1000", "--out", out) == 0
     assert "workflow: areal_hpc.areal.workflow.openai.math_agent.MathAgent" in out.read_text()
     assert "total_steps: 30" in out.read_text()
     output = capsys.readouterr().out
@@ -165,7 +157,7 @@ def test_gsm8k_on_the_hub_is_migrated(tmp_path: Path, capsys: pytest.CaptureFixt
         "{experiment_name: e, trial_name: t, actor: {path: Qwen/Qwen3-0.6B}, total_train_epochs: 1,"
         " train_dataset: {path: openai/gsm8k, batch_size: 8}, valid_dataset: {path: a/b}}"
     )
-    assert migrated(config, "--rows", "80") == 0
+    assert exit_code_of("migrate", config, "--rows", "80") == 0
     text, lacks = capsys.readouterr().out.split("# No counterpart:")
     assert yaml.safe_load(text)["train_dataset"] == {
         "hub": "openai/gsm8k/main/train-*.parquet",
@@ -187,9 +179,9 @@ def test_other_files_are_refused(
 ) -> None:
     config = tmp_path / "other.yaml"
     config.write_text(text)
-    assert migrated(config) == 78
+    assert exit_code_of("migrate", config) == 78
     assert message in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    assert migrated(tmp_path / "none.yaml") == 78
+    assert exit_code_of("migrate", tmp_path / "none.yaml") == 78

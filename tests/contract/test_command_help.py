@@ -95,12 +95,11 @@ def test_a_dry_run_starts_nothing(tmp_path: object, capfd: pytest.CaptureFixture
 
 
 def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:
-    (tmp_path / "python").write_text("#!/bin/sh\necho no module named sglang >&2; exit 1\n")
-    (tmp_path / "python").chmod(0o755)
+    python = write_program(tmp_path / "python", "echo no module named sglang >&2; exit 1")
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml")
     inference = recipe.inference.model_copy(update={"extra_args": ("--enable-metriks",)})
     odd = recipe.model_copy(update={"inference": inference})
-    assert list(find_extra_args_problems(odd, str(tmp_path / "python"))) == []
+    assert list(find_extra_args_problems(odd, str(python))) == []
     assert list(find_extra_args_problems(recipe, "/nowhere/python")) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from areal_hpc.jobs.caretaker import look_after_run
 from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster
 from tests.support.thoroughness import choose
@@ -25,9 +26,8 @@ def drained_nodes(cluster: Devcluster) -> set[str]:
 @pytest.fixture
 def failing_prolog(cluster: Devcluster, tmp_path: Path) -> Iterator[None]:
     """The cluster, where the next start of a job fails, as at a site's health check."""
-    conf, prolog = Path(cluster.environ["SLURM_CONF"]), tmp_path / "prolog.sh"
-    prolog.write_text(f"#!/bin/sh\n! mkdir {tmp_path}/failed 2>/dev/null\n")
-    prolog.chmod(0o755)
+    conf = Path(cluster.environ["SLURM_CONF"])
+    prolog = write_program(tmp_path / "prolog.sh", f"! mkdir {tmp_path}/failed 2>/dev/null")
     tmp_path.chmod(0o755)
     before = conf.read_text()
     conf.write_text(f"{before}\nProlog={prolog}\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, OperatedRun, SupervisedJob
+from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, stopped_slurmctld
 from tests.support.process_commands import find_processes
@@ -149,8 +150,7 @@ def test_a_job_runs_on_through_maintenance_and_is_requeued_to_another_node(
 def test_a_node_whose_epilog_fails_is_left_for_another(job: SupervisedJob) -> None:
     cluster = job.cluster
     script = cluster.state_dir / "epilog"
-    script.write_text(f"#!/bin/sh\n[ ! -e {script}.fails ]\n")
-    script.chmod(0o755)
+    write_program(script, f"[ ! -e {script}.fails ]")
     conf = cluster.state_dir / "etc" / "slurm.conf"
     before = conf.read_text()
     try:

@@ -1,13 +1,14 @@
 """HTTP servers of a few lines, in threads of a test's process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
 POLL_S = 0.02
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class JsonHandler(BaseHTTPRequestHandler):
@@ -22,6 +23,9 @@ class JsonHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.get()
 
+    def do_HEAD(self) -> None:
+        self.get()
+
     def do_POST(self) -> None:
         self.post(self.rfile.read(int(self.headers["content-length"])))
 
@@ -31,7 +35,7 @@ class JsonHandler(BaseHTTPRequestHandler):
     def post(self, content: bytes) -> None:
         self.answer(404, {})
 
-    def answer(self, status: int, body: object) -> None:
+    def answer(self, status: int, body: object, headers: Mapping[str, str] = NO_HEADERS) -> None:
         """Answer with bytes as they are, and with anything else in JSON."""
         kind, content = "text/plain", body
         if not isinstance(content, bytes):
@@ -39,8 +43,11 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(content)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         """Keep standard error empty."""

@@ -31,6 +31,13 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return not _has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
 def is_scheduler(process: psutil.Process) -> bool:
     return " ".join(command_of(process)).startswith("sglang::scheduler")
 

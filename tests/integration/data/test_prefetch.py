@@ -1,60 +1,44 @@
 """`areal-hpc prefetch` fetches, keeps and records data of a local hub, and refuses bad names."""
 
 import hashlib
-import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from tests.support.commands import areal_hpc, said_by
+from tests.support.json_server import JsonHandler, serving_http
 
 COMMIT = "c0ffee00" * 5
 
 
-class SmallHub(ThreadingHTTPServer):
+class SmallHub:
     """Repositories as `{"models/owner/name": {"file": bytes}}`; large files are those over 64 B."""
 
     def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.repos = repos
         self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        self.url = ""
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        thread = threading.Thread(target=self.serve_forever, daemon=True)
-        thread.start()
-        try:
+        hub = self
+
+        class Handler(JsonHandler):
+            protocol_version = "HTTP/1.1"
+
+            def get(self) -> None:
+                self.answer(*hub.find(self.command, self.path.partition("?")[0]))
+
+        with serving_http(Handler) as self.url:
             yield
-        finally:
-            self.shutdown()
-            self.server_close()
-            thread.join()
 
-
-class _Handler(BaseHTTPRequestHandler):
-    server: SmallHub
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        self.server.asked.append(f"{self.command} {path}")
-        for name, files in self.server.repos.items():
+    def find(self, command: str, path: str) -> tuple[int, object, dict[str, str]]:
+        self.asked.append(f"{command} {path}")
+        for name, files in self.repos.items():
             plain = name.removeprefix("models/")
             listed = [{"rfilename": file} for file in files]
             described = {"id": plain.removeprefix("datasets/"), "sha": COMMIT, "siblings": listed}
@@ -65,25 +49,11 @@ class _Handler(BaseHTTPRequestHandler):
                 f"/api/{name}/tree/{COMMIT}": tree,
             }
             if path in api:
-                body = json.dumps(api[path]).encode()
-                return self._send(body, {"Content-Type": "application/json"}, with_body=with_body)
+                return 200, api[path], {}
             file = path.removeprefix(f"/{plain}/resolve/{COMMIT}/")
             if file in files:
-                return self._send(files[file], _headers(files[file]), with_body=with_body)
-        self._send(b"", {"X-Error-Code": "RepoNotFound"}, status=404, with_body=with_body)
-
-    def _send(
-        self, body: bytes, headers: dict[str, str], *, with_body: bool, status: int = 200
-    ) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+                return 200, files[file], _headers(files[file])
+        return 404, b"", {"X-Error-Code": "RepoNotFound"}
 
 
 def _headers(body: bytes) -> dict[str, str]:

@@ -28,7 +28,7 @@ from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 from tests.support.commands import exit_code_of
 from tests.support.deadlines import scaled
-from tests.support.process_commands import alive, command_of
+from tests.support.process_commands import alive, command_of, is_running
 from tests.support.waiting import wait_for
 
 ACTORS = """
@@ -112,13 +112,6 @@ def submit(folder: Path) -> Iterator[Submit]:
 def actor(folder: Path, name: str, function: str, **options: object) -> ProcessSpec:
     config = {"file": str(folder / f"{name}.txt"), "crashes": options.pop("crashes", 0)}
     return ProcessSpec(name, "agents", f"actors:{function}", config, **options)  # type: ignore[arg-type]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def outcome_of(job: LocalJobHandle) -> TaskExit:

@@ -40,6 +40,7 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
+from tests.support.scripted_sglang import start_web_app
 from tests.support.service_keys import SERVICE_KEY
 
 KEY = SERVICE_KEY
@@ -69,12 +70,8 @@ class Service:
             app.router.add_post(path, partial(answer, own_key, form, handler))
         for path, get in self.looks().items():
             app.router.add_get(path, get)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)  # 0: none
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        port = self._runner.addresses[0][1]
-        rendezvous.publish_endpoint(self.directory, self._name, f"http://127.0.0.1:{port}")
+        self._runner, url = await start_web_app(app)
+        rendezvous.publish_endpoint(self.directory, self._name, url)
 
     async def kill(self) -> None:
         assert self._runner is not None

@@ -5,7 +5,6 @@ model. With `HANG_S` it answers the joining of a group after so long, with an er
 `HELD` it notes each bucket that it is called for, and all but the last wait there until let go.
 """
 
-import http.server
 import itertools
 import json
 import sys
@@ -22,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from tests.support.deadlines import Deadline, scaled
-from tests.support.json_server import JsonHandler
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.weight_updates import SCORE_WITHOUT_MODEL
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
@@ -119,8 +118,6 @@ class Handler(JsonHandler):
 
 
 if __name__ == "__main__":
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    rendezvous.publish_endpoint(DIRECTORY, f"control-{CELL}", url)
-    server.serve_forever()
+    with serving_http(Handler) as url:
+        rendezvous.publish_endpoint(DIRECTORY, f"control-{CELL}", url)
+        threading.Event().wait()

@@ -1,14 +1,13 @@
 """A teacher behind a real SGLang scores as a network does, and each of its failures is reported."""
 
 import asyncio
-import http.server
 import json
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.served_teacher import TeacherClient
 from areal_hpc.trainer.side_networks import FrozenModels
 from tests.support.deadlines import scaled
+from tests.support.json_server import JsonHandler, serving_http
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER, VOCAB, record_run
 from tests.support.replay_worker import Scenario, make_learner
@@ -171,7 +171,7 @@ Answer = int | str | list[Any]
 """A status, a fault in place of an answer, or a token's log-probability in a list."""
 
 
-class ScriptedTeacher(http.server.ThreadingHTTPServer):
+class ScriptedTeacher:
     """Server that answers rows as SGLang does, or as `choose` says for the call's number, from 0.
 
     With a model it knows the texts of its tokens, too: such calls are not counted.
@@ -180,55 +180,44 @@ class ScriptedTeacher(http.server.ThreadingHTTPServer):
     def __init__(
         self, choose: Callable[[int], Answer], model: Path | None = None, key: str = ""
     ) -> None:
-        super().__init__(("127.0.0.1", 0), _TeacherHandler)
         self.key = key
         self._choose, self._lock, self.calls = choose, threading.Lock(), 0
         self.encoder = TokenEncoder.from_model_dir(model) if model else None
         self.is_over = threading.Event()
-        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def choose_next(self) -> Answer:
         with self._lock:
             self.calls += 1
             return self._choose(self.calls - 1)
 
-    def close(self) -> None:
-        self.is_over.set()
-        self.shutdown()
-        self.server_close()
 
+class _TeacherHandler(JsonHandler):
+    teacher: ScriptedTeacher
 
-class _TeacherHandler(http.server.BaseHTTPRequestHandler):
-    server: ScriptedTeacher
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def post(self, content: bytes) -> None:
+        body, teacher = json.loads(content), self.teacher
         ids, start = body["input_ids"], body["logprob_start_len"]
-        encoder = self.server.encoder
+        encoder = teacher.encoder
         if body.get("return_text_in_logprobs") and encoder:
-            self._answer(200, _build_reply([[LOGPROB, id_, encoder.decode([id_])] for id_ in ids]))
+            self.answer(200, _build_reply([[LOGPROB, id_, encoder.decode([id_])] for id_ in ids]))
             return
-        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
-            self._answer(401, b"no such key")
+        if teacher.key and self.headers["Authorization"] != f"Bearer {teacher.key}":
+            self.answer(401, b"no such key")
             return
-        match self.server.choose_next():
+        match teacher.choose_next():
             case int(200):
-                self._answer(200, _build_reply([[LOGPROB, token, None] for token in ids[start:]]))
+                self.answer(200, _build_reply([[LOGPROB, token, None] for token in ids[start:]]))
             case [logprob]:
-                self._answer(200, _build_reply([[logprob, token, None] for token in ids[start:]]))
+                self.answer(200, _build_reply([[logprob, token, None] for token in ids[start:]]))
             case int(status):
-                self._answer(status, b"the server says so")
+                self.answer(status, b"the server says so")
             case "hang up":
                 pass
             case "hang up late":
-                self.server.is_over.wait(1.2)
+                teacher.is_over.wait(1.2)
             case "drip":
                 self._begin(200, 1000)
-                while not self.server.is_over.wait(0.05):
+                while not teacher.is_over.wait(0.05):
                     self.wfile.write(b" ")
             case "garble":
                 self._begin(200, 4, {"Content-Encoding": "gzip"})
@@ -236,37 +225,32 @@ class _TeacherHandler(http.server.BaseHTTPRequestHandler):
             case other:
                 raise AssertionError(other)
 
-    def _answer(self, status: int, content: bytes) -> None:
-        self._begin(status, len(content))
-        self.wfile.write(content)
-
     def _begin(self, status: int, size: int, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(size), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
 
-    def handle(self) -> None:
-        try:
-            super().handle()
-        except ConnectionError:  # the client has given up
-            return
 
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
-
-
-def _build_reply(entries: list[list[Any]]) -> bytes:
+def _build_reply(entries: list[list[Any]]) -> dict[str, Any]:
     entries[0][0] = None
-    return json.dumps({"text": "", "meta_info": {"input_token_logprobs": entries}}).encode()
+    return {"text": "", "meta_info": {"input_token_logprobs": entries}}
 
 
 @contextmanager
 def scripted(
     choose: Callable[[int], Answer], model: Path | None = None, key: str = ""
 ) -> Iterator[str]:
-    with closing(ScriptedTeacher(choose, model, key)) as teacher:
-        yield teacher.url
+    scripted_teacher = ScriptedTeacher(choose, model, key)
+
+    class Handler(_TeacherHandler):
+        teacher = scripted_teacher
+
+    with serving_http(Handler) as url:
+        try:
+            yield url
+        finally:
+            scripted_teacher.is_over.set()
 
 
 def score(

@@ -7,9 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import build_opener, install_opener
 
@@ -29,6 +27,7 @@ from areal_hpc.recipe.sections.trainer import Device
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT, python_of
+from tests.support.json_server import JsonHandler, serving_http
 
 TIMEOUT_S = scaled(30.0)
 MAX_SOCKET_PATH_CHARS = 107
@@ -184,19 +183,12 @@ def test_a_device_that_is_named_is_taken_and_auto_is_the_gpu_where_one_is_there_
 def serving(body: bytes) -> Iterator[str]:
     """Yield the URL of a local server that answers every request with `body`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(JsonHandler):
+        def get(self) -> None:
             self.wfile.write(b"HTTP/1.1 200 OK\r\nA: b\r\n\r\n" + body)
 
-        def log_request(self, *_: object) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving_http(Handler) as url:
+        yield url
 
 
 def read(url: str) -> list[tuple[str, float, dict[str, str]]]:

@@ -130,14 +130,13 @@ def test_a_job_without_gpus_asks_no_driver(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_drivers_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho Unable to determine the device handle for GPU3; exit 15\n")
-    tool.chmod(0o755)
+    write_program(tool, "echo Unable to determine the device handle for GPU3; exit 15")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (finding,) = compare_gpus_with_driver(["0"], *query_gpu_errors())
     assert finding.reason.startswith(
         "the GPU driver reports an error: Unable to determine the device"
     )
-    tool.write_text("#!/bin/sh\nprintf '0, 0\\n1, 3\\n'\n")
+    write_program(tool, r"printf '0, 0\n1, 3\n'")
     environ = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TMPDIR": str(tmp_path)}
     (finding,) = probe_node(environ, tmp_path, 1, "")
     assert finding.reason == "its GPU 1 has 3 uncorrected memory errors"

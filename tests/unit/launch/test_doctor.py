@@ -92,9 +92,7 @@ def test_ctrl_c_leaves_no_job_or_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
-    broken.chmod(0o755)
+    broken = write_program(tmp_path / "python", "echo no such library >&2\nexit 127")
     pythons = {"train": sys.executable, "serve": sys.executable, "agents": str(broken)}
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml")
     train, serve, agents = check_interpreters(recipe, pythons)

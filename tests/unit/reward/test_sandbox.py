@@ -134,9 +134,7 @@ def test_other_failures_are_no_refusal(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_python_in_the_temporary_folder_runs() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as prefix:
         Path(prefix).chmod(0o755)
-        python = Path(prefix) / "python3"
-        python.write_text('#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
-        python.chmod(0o755)
+        python = write_program(Path(prefix) / "python3", 'exec /usr/bin/python3 "$@"')
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(program, "require_python", lambda: (str(python), prefix))
             assert run_program("print(7)").stdout == "7\n"

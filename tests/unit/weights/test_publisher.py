@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import math
 import os
-import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from areal_hpc.weights.update import (
     get_max_probe_gap,
 )
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.full_disk import full_disk
 from tests.support.weight_updates import WITHOUT_MODEL, publishing, specs_of
 
 SPECS = [TensorSpec(f"norm.{index}.weight", (4,), "float32") for index in range(5)]
@@ -241,17 +241,15 @@ def test_a_full_disk_leaves_replicas_alone(tmp_path: Path, folder: str, number: 
     weights = {f"norm.{i}.weight": torch.zeros(size) for i, size in enumerate((1024, 1024, 4096))}
     keys = [ReplicaKey(f"cell-{index}", 0, 1, 1, "http://127.0.0.1:9", 0.0) for index in range(2)]
     drained = iter(weights.items())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with publishing(
-        tmp_path, cells=2, weights_dir=tmp_path / folder, transport="disk", bucket_bytes=4096
-    ) as publisher:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-        try:
-            report = publisher.transport.update(
-                WeightVersion(1, 0), specs_of(weights), drained, keys, WITHOUT_MODEL
-            )
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with (
+        publishing(
+            tmp_path, cells=2, weights_dir=tmp_path / folder, transport="disk", bucket_bytes=4096
+        ) as publisher,
+        full_disk(8192),
+    ):
+        report = publisher.transport.update(
+            WeightVersion(1, 0), specs_of(weights), drained, keys, WITHOUT_MODEL
+        )
     assert next(drained, None) is None
     assert [*report.failed] == keys
     for error in report.failed.values():
