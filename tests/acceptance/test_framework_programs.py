@@ -54,7 +54,6 @@ class FrameworkProgram:
     rows_with_two_calls: int = 0
     """Exported rows where each turn has reasoning, text and two calls; 0: no such turns."""
     says: tuple[str, ...] = (_RUN, _RUN, "DONE")
-    """Replies of the model, turn by turn."""
     ignored: frozenset[str] = frozenset()
     """Parameters that it sends and the proxy ignores."""
     overflow: str = ""

@@ -269,7 +269,6 @@ class Scene:
         return self._encoder.decode(ids, skip_special_tokens=False)
 
     def is_played(self, prompt: str) -> bool:
-        """Check that the next turn of the conversation answers the prompt."""
         return WITH_TOOLS in prompt and TASK in prompt
 
     def _choose_reply(self, prompt_ids: list[int]) -> str:

@@ -90,7 +90,6 @@ def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
 def test_the_benchmark_ends_with_its_figures(
     name: str, few: tuple[str, ...], keys: list[str], tmp_path: Path
 ) -> None:
-    """Run `areal-hpc bench`; its last line is one JSON object, part of the file that it writes."""
     out = tmp_path / "results.json"
     output = said_by(areal_hpc("bench", name, *few, "--out", out))
     figures = json.loads(output.splitlines()[-1])

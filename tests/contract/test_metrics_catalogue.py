@@ -45,7 +45,6 @@ def written_in(source: str) -> Iterator[re.Pattern[str]]:
 
 
 def is_metric(pattern: re.Pattern[str]) -> bool:
-    """Test whether a string is a name in one of the catalogue's groups."""
     group, slash, rest = pattern.pattern.partition("/")
     return bool(slash) and group in GROUPS and re.fullmatch(r"[\w\[\]^/+.\\{}]+", rest) is not None
 

@@ -84,7 +84,6 @@ class Tree:
         return output
 
     def list_made(self) -> list[str]:
-        """Return the environments that were made from nothing, in order."""
         return re.findall(r"^venv .*/\.venvs/(\w+)$", self.asked.read_text(), re.MULTILINE)
 
     def count_installations(self) -> int:

@@ -64,7 +64,6 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
 
 
 def relative_gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Compute the norm of the difference over the norm of the expected tensor."""
     expected = expected.float()
     return float(((actual.float() - expected).norm() / expected.norm()).item())
 

@@ -138,7 +138,6 @@ class SupervisedJob:
         return job
 
     def is_submitted(self, job_id: str) -> None:
-        """Note the job's number at Slurm."""
         self.job_id = job_id
         submission = Submission(self.name, job_id, 1, 0.0, str(self.files.script))
         record_submission(self.run.submissions, submission)

@@ -39,7 +39,6 @@ class Devcluster:
         return replace(self, user=name)
 
     def give_to_user(self, *paths: Path) -> None:
-        """Give files and folders to the user of Slurm's commands."""
         for path in paths:
             if self.user:
                 shutil.chown(path, self.user)

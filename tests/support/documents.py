@@ -84,7 +84,6 @@ class Patch:
 
 
 def patched(block: Block, text: str, patches: tuple[Patch, ...]) -> str:
-    """Patch the text of a block or of its scene for the run."""
     for patch in patches:
         assert patch.old in text, f"{block.key} holds no {patch.old!r}"
         text = text.replace(patch.old, patch.new)
@@ -363,4 +362,3 @@ SCENES = AGENTS | {
     for environment, scenes in (("main", FRAMEWORKS), ("camel", CAMEL))
     for key, scene in scenes.items()
 }
-"""Scenes by the key of the block."""

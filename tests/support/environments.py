@@ -43,5 +43,4 @@ def read_pins(lock: str) -> dict[str, str]:
 
 
 def normalize_name(name: str) -> str:
-    """Normalize the spelling of a distribution's name."""
     return re.sub(r"[-_.]+", "-", name).lower()

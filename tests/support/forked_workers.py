@@ -35,7 +35,6 @@ Group = list[int]
 class Worker:
     process: BaseProcess
     test: str = ""
-    """Current test."""
     heard_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
     """The worker knows that no group is left."""

@@ -35,7 +35,6 @@ GRADIENT_BOUND = 1e-4
 NORM_BOUND = 1e-5
 RESUME_BOUND = 1e-6
 Findings = dict[str, dict[str, Any]]
-"""Findings by family."""
 
 
 def families_of(*layouts: str) -> list[str]:

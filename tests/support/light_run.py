@@ -78,7 +78,6 @@ class LightRun:
         self.paths = RunPaths(root)
         self.total_steps = total_steps
         self.step = 0
-        """Last trained step."""
         self.version = WeightVersion(0, 0)
         self._ranks = ranks
         self._scratch = scratch

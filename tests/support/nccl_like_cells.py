@@ -25,7 +25,6 @@ ITEM_BYTES = {"float32": 4}
 SILENT_AT_MOST_S = 3600.0
 WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3)}
 BUCKET_BYTES = 4096
-"""Bytes of each bucket."""
 PATIENT_S = scaled(100.0)
 PHASES = {
     "join": ("init_weights_update_group", 1),

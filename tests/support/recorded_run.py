@@ -30,7 +30,6 @@ TRAINER: dict[str, Any] = {
     "checkpoint_every_steps": 2,
     "optimizer": {"lr": 1e-3, "decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
 }
-"""Defaults of the trainer's configuration in scenarios."""
 
 
 def record_run(

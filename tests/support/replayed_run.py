@@ -22,7 +22,6 @@ from tests.support.reference_models import by_checkpoint_name, hf_model
 from tests.support.thoroughness import choose
 
 STEPS = 5
-"""Number of steps that most tests here train."""
 LAYOUTS_OF_TWO: list[dict[str, int]] = choose(
     [{"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2}], {"cp": 2}, {"pp": 2}
 )
@@ -123,7 +122,6 @@ def copy_for_mixture(source: Path, root: Path) -> Path:
 
 
 def record_routed_run(root: Path, steps: int) -> RunPaths:
-    """A recorded run of a mixture of experts whose tokens have routes."""
     mixture = parse_mixture_shape(hf_model("qwen3_moe").config.to_dict())
     dense = record_run(root / "dense", steps, mixture=mixture)
     return RunPaths(copy_for_mixture(dense.root, root / "run"))

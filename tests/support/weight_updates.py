@@ -111,6 +111,5 @@ def publish(
 
 
 def raise_if_failed(report: UpdateReport) -> None:
-    """Raise the first of the errors that left replicas out, if any did."""
     for error in report.failed.values():
         raise WeightSyncError(error)

@@ -59,7 +59,6 @@ async def client(server: ScriptedSGLang) -> AsyncIterator[ArealOpenAI]:
 
 
 async def ask(client: ArealOpenAI, *messages: ChatCompletionMessageParam) -> str:
-    """Send a question and return the id of the completion."""
     return (await client.chat.completions.create(model="m", messages=messages)).id
 
 

@@ -45,7 +45,6 @@ def responses_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def parts_of(responses: list[dict[str, Any]], choice: int = 0) -> list[dict[str, Any]]:
-    """Return the parts of a candidate in all responses."""
     return [
         part
         for response in responses
@@ -60,10 +59,8 @@ def text_of(responses: list[dict[str, Any]], choice: int = 0) -> str:
 
 
 def user(text: str) -> dict[str, Any]:
-    """Build a content of the user's."""
     return {"role": "user", "parts": [{"text": text}]}
 
 
 def model(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Build a content of the model's."""
     return {"role": "model", "parts": [*parts]}

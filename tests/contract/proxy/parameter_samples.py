@@ -62,7 +62,6 @@ def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def body_without(route: str, name: str) -> dict[str, Any]:
-    """Return the same request without that parameter."""
     more = with_tool(route, _get_tool(route)) if name.startswith("tools[") else {}
     return {**LEAST[route], **more}
 

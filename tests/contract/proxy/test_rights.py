@@ -91,7 +91,6 @@ def start(stage: Stage, **more: Any) -> httpx.Response:
 
 
 def two_turns(stage: Stage, key: str) -> tuple[str, str]:
-    """Play two turns and return the ids of the interactions."""
     first = stage.chat(key, QUESTION).json()["id"]
     return first, stage.chat(key, [*QUESTION, *turn("hello world")]).json()["id"]
 

@@ -41,7 +41,6 @@ def await_rows(stage: Stage, session_id: str) -> list[TrajectoryRow]:
 
 
 def play(stage: Stage, ref: TicketRef, **more: Any) -> tuple[str, str]:
-    """Open a session with one call."""
     session_id, key = stage.open_session(ref)
     assert stage.ask(key, "hi", **more).status_code == 200
     return session_id, key

@@ -63,7 +63,6 @@ class Scene:
         return text.removesuffix("<|im_end|>") if turn.closed else text
 
     def prompt(self, turn: Interaction) -> str:
-        """Return the complete prompt of one turn, as text."""
         return self.encoder.decode(prompt_ids(self.session.tree, turn))
 
 
@@ -109,7 +108,6 @@ class Theatre:
     def __init__(self, stage: Stage, url: str) -> None:
         self.stage = stage
         self.url = url
-        """Address of SGLang."""
         self.encoder = TokenEncoder.from_model_dir(stage.model_dir)
         self._tickets = 0
         self._players: dict[tuple[str, Path], Player] = {}

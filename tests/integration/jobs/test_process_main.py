@@ -28,7 +28,6 @@ LOW = 200
 
 
 def write_limit(config: dict[str, Any]) -> None:
-    """Write the open-file limit of the process under test."""
     Path(config["out"]).write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
 
 
@@ -45,7 +44,6 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
 
 
 def lose_peer(config: dict[str, Any]) -> None:
-    """Lose a peer, as a rank under test."""
     raise LostTrainerRankError("another trainer rank disappeared: Connection closed by peer")
 
 

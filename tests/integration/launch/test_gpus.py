@@ -97,7 +97,6 @@ def recipe_of(folder: Path, *overrides: str, name: str = "quickstart") -> Recipe
 
 
 def list_recipes_of_one_node() -> list[str]:
-    """List the shipped recipes for a node of eight GPUs."""
     paths = sorted((CHECKOUT / "recipes").rglob("*.yaml"), key=lambda path: path.name)
     return [path.stem for path in paths if _has_eight_gpus(load_recipe(path))]
 

@@ -229,7 +229,6 @@ def dropping_ledger(start_ledger: StartLedger) -> LedgerProcess:
 
 
 def sealed(dropping_ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SealedTicket]:
-    """Seal and settle tickets, sampled by the weights of `step`."""
     tickets = dropping_ledger.seal(refs, oldest_version=WeightVersion(1, step).packed)
     dropping_ledger.settle(tickets)
     return tickets

@@ -27,7 +27,6 @@ def assistant(text: str) -> Message:
 
 
 def turn(reply: str, question: str = "b") -> list[Message]:
-    """Return a reply and the question after it, which continue a conversation."""
     return [assistant(reply), user(question)]
 
 

@@ -17,7 +17,6 @@ def paths(paths: RunPaths) -> RunPaths:
 
 
 def complaints(paths: RunPaths) -> dict[str, str]:
-    """Problem by file name."""
     return {Path(problem.key).name: problem.message for problem in verify_run(paths).problems}
 
 

@@ -43,7 +43,6 @@ def fates(audit: AuditReport) -> Fates:
 
 
 def whys(audit: AuditReport) -> str:
-    """Join the messages on every ticket and file."""
     return "\n".join([*(ticket.why for ticket in audit.tickets), *map(str, audit.problems)])
 
 
@@ -278,7 +277,6 @@ def test_a_gap_is_no_loss_to_who_may_not_read_the_recipe(run: RunDirectory) -> N
 
 
 def audited(run: RunDirectory, *options: str) -> tuple[int, list[str]]:
-    """Run `areal-hpc audit`; return its exit code and the lines that it prints."""
     with redirect_stdout(StringIO()) as output:
         code = exit_code_of("audit", run.paths.root, *options)
     return code, output.getvalue().splitlines()

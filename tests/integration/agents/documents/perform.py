@@ -80,7 +80,6 @@ class Reader:
         return await self._play(load_agent(workflow, {}))
 
     async def subproc_episode(self, workflow: Any) -> float:
-        """Play the same episode in a separate process."""
         folder = RunPaths(Path(self._order.run_dir)).agent_dir
         sys.path.insert(0, str(folder))
         saved = save_agent_as_module(workflow, {}, folder, (), imports_areal_names=True)
@@ -101,7 +100,6 @@ class Reader:
 
 
 async def execute(text: str, names: dict[str, Any], where: str) -> None:
-    """Run code that may await at its top level."""
     code = compile(text, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     waiting = eval(code, names)
     if inspect.iscoroutine(waiting):
