@@ -166,7 +166,7 @@ def share_processes_and_forget_them(scene: Scene) -> None:
     share_processes(scene)
     scene.patch.setattr(Sandbox, "_kill_process_tree", lambda sandbox: sandbox._process.kill())
     scene.edit_server(
-        "command_server.py", "while below := list_children", "while 0 and list_children"
+        "command_server.py", "while children := list_children", "while 0 and list_children"
     )
 
 
@@ -185,7 +185,7 @@ def pass_environment(scene: Scene) -> None:
 
 def allow_calls(scene: Scene) -> None:
     scene.patch.setattr(guest, "build_seccomp_filter", lambda: None)
-    scene.edit_tool("if LIBC.ptrace(0, 0, 0, 0) == 0", "if False")  # its sandbox would end
+    scene.edit_tool("LIBC.ptrace(0, 0, 0, 0)", "-1")  # its sandbox would end
 
 
 def end_politely(scene: Scene) -> None:

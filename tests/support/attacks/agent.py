@@ -22,6 +22,7 @@ from areal_hpc.sandbox.guest import GUEST_VARIABLES
 from areal_hpc.sandbox.sandbox import Sandbox
 from slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool
+from tests.support.attacks.refused_calls import MODEL_CALLS, SYSTEM_CALLS
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
@@ -46,6 +47,13 @@ HIGHEST_PID_INSIDE = 300
 """Highest id of processes that a sandbox has while an attack looks at others'."""
 OUTLASTED = ("15 stubborn process",)
 CUT_OFF = ("21 output",)
+OUTSIDE_ADDRESSES = (("169.254.169.254", 80), ("192.0.2.1", 80), ("10.0.0.1", 443), ("::1", 22))
+SERVICE_SOCKETS = (
+    "/run/munge/munge.socket.2",
+    "/var/run/docker.sock",
+    "/run/dbus/system_bus_socket",
+    "/tmp/tmux-0/default",
+)
 
 
 def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
@@ -74,7 +82,8 @@ class Hostile:
     async def _play(self, name: str, sandbox: Sandbox) -> None:
         daemon = f"areal-daemon-{secrets.token_hex(8)}"
         await sandbox.put("tool.py", TOOL.read_bytes())
-        facts = json.dumps(self._collect_facts(daemon))
+        calls = {"model_calls": MODEL_CALLS.get(name, []), "system_calls": SYSTEM_CALLS}
+        facts = json.dumps({**self._collect_facts(daemon), **calls})
         began, forks = time.monotonic(), asyncio.create_task(self._keep_forking())
         broke: list[str] = []
         held: list[str] = []
@@ -172,13 +181,15 @@ class Hostile:
                 *_list_addresses(paths.rendezvous_dir),
                 *(_list_controllers(slurm) if slurm else ()),
                 ("127.0.0.1", self._listen()),
+                *OUTSIDE_ADDRESSES,
             ],
             "sockets": [
                 str(self._home.parent / "socket"),
                 *([str(slurm.munge_socket)] if slurm else []),
+                *SERVICE_SOCKETS,
+                f"@areal-abstract-{os.getpid()}",
             ],
             "slurm_conf": str(slurm.slurm_conf) if slurm else "",
-            "abstract": [f"@areal-abstract-{os.getpid()}"],
             "variables": [*GUEST_VARIABLES, *(_ENDPOINT_VARIABLES)],
             "secret_words": [*SECRET_WORDS.values()],
             "pids": _list_targets(str(paths.root)),
