@@ -16,7 +16,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.reward_hacking import MAX_SHOWN_EPISODES, diagnose_reward_hacking
 from examples.reward_hacking.agent import VERIFIERS
-from tests.support.browser import Page, in_browser, serving_pages
+from tests.support.browser import open_page, serving_pages
 from tests.support.commands import areal_hpc, said_by
 from tests.support.made_run import make_cheating_run
 from tests.support.results import add_results
@@ -65,26 +65,24 @@ def test_a_cheat_is_told_before_step_20(hole: str, seed: int, tmp_path: Path) ->
     assert "#/side_by_side?" in answer.stdout
 
 
-def test_suspect_episodes_are_shown_side_by_side(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_suspect_episodes_are_shown_side_by_side(tmp_path: Path) -> None:
     run = make_cheating_run(tmp_path / "runs", 12)
     (page_address,) = [
         finding.page
         for finding in diagnose_reward_hacking(run.paths).findings
         if "side by side" in finding.text
     ]
-
-    async def look(page: Page) -> None:
-        await page.resize(1280, 900)
-        await page.open(f"{address}{page_address}")
-        count = "document.querySelectorAll('main section .message.assistant').length"
-        await page.await_true(f"{count} === {MAX_SHOWN_EPISODES * 2}")
-        columns = "[...document.querySelectorAll('main section')].map(one => one.offsetLeft)"
-        assert await page.ask(f"new Set({columns}).size") > 1
-        assert await page.ask("document.querySelectorAll('main h2 a').length") == MAX_SHOWN_EPISODES
-        await page.open(f"{address}#/summary?run=made/run")
-        await page.await_true("document.querySelector('main a[href*=side_by_side]') !== null")
-        assert page.errors == []
-
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with serving_pages(tmp_path / "runs", environ) as address:
-        in_browser(tmp_path, look)
+        async with open_page(tmp_path) as page:
+            await page.resize(1280, 900)
+            await page.open(f"{address}{page_address}")
+            count = "document.querySelectorAll('main section .message.assistant').length"
+            await page.await_true(f"{count} === {MAX_SHOWN_EPISODES * 2}")
+            columns = "[...document.querySelectorAll('main section')].map(one => one.offsetLeft)"
+            assert await page.ask(f"new Set({columns}).size") > 1
+            links = "document.querySelectorAll('main h2 a').length"
+            assert await page.ask(links) == MAX_SHOWN_EPISODES
+            await page.open(f"{address}#/summary?run=made/run")
+            await page.await_true("document.querySelector('main a[href*=side_by_side]') !== null")

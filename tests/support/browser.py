@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ class Page:
         self._listener = asyncio.create_task(self._listen())
         self.errors: list[str] = []
         self.requests: list[str] = []
-        """Addresses, in order."""
 
     async def _listen(self) -> None:
         async for message in self._socket:
@@ -110,7 +109,7 @@ class Page:
 
 @asynccontextmanager
 async def open_page(folder: Path) -> AsyncIterator[Page]:
-    """A tab of a Chromium of its own, whose profile is put into a folder."""
+    """A tab of a Chromium of its own, whose profile is put into a folder; it may log no error."""
     profile = folder / "chromium"
     process = await asyncio.create_subprocess_exec(
         *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
@@ -128,6 +127,7 @@ async def open_page(folder: Path) -> AsyncIterator[Page]:
                 await page.start()
                 try:
                     yield page
+                    assert page.errors == []
                 finally:
                     await page.close()
     finally:
@@ -140,16 +140,6 @@ async def _await_port(file: Path) -> int:
         while not (file.exists() and (lines := file.read_text().split())):
             await asyncio.sleep(POLL_S)
     return int(lines[0])
-
-
-def in_browser(folder: Path, act: Callable[[Page], Any]) -> Any:
-    """Run a coroutine on a page of a browser that then ends; return its result."""
-
-    async def run() -> Any:
-        async with open_page(folder) as page:
-            return await act(page)
-
-    return asyncio.run(run())
 
 
 def start_view_server(root: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], str]:
