@@ -196,7 +196,7 @@ def _insert_sub_agent(
     begin = min(call.asked_at for call in conversation)
     end = max(call.answered_at for call in conversation)
     before = [call for call in parent_calls if call.answered_at <= begin]
-    after = [call for call in parent_calls if call.asked_at >= end]
+    after = [call for call in parent_calls if call.asked_at >= end and call.answered_at > begin]
     following = list[str]()
     if before:
         caller = max(before, key=lambda call: call.answered_at)

@@ -217,6 +217,13 @@ def test_a_reward_reaches_sub_agents_by_their_ids(
     assert totals(tree, 0.5, rule) == pytest.approx(earned)
 
 
+def test_sub_agents_without_times_lead_to_no_cycle() -> None:
+    tree = InteractionTree()
+    for agent, parent in (("a", "b"), ("b", ""), ("c", "b")):
+        say(tree, [user(agent)], "one", agent=(agent, parent)).reward = 1.0
+    assert totals(tree, 1.0, "agents") == [1.0, 2.0, 1.0]
+
+
 def test_conversations_of_two_agents_never_join() -> None:
     tree, history = InteractionTree(), [user("a"), *turn("one")]
     say(tree, history[:1], "one", agent=("x", ""))
