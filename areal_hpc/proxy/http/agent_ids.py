@@ -9,6 +9,7 @@ from areal_hpc.wire.trajectory import CallFacts
 PARENT_HEADER_BY_AGENT_HEADER = {
     b"x-agent-id": b"x-parent-agent-id",  # for any program
     b"x-claude-code-agent-id": b"x-claude-code-parent-agent-id",
+    b"thread-id": b"x-codex-parent-thread-id",  # Codex
     b"x-session-id": b"x-parent-session-id",  # OpenCode
 }
 AGENT_KEY, PARENT_KEY = "agent_id", "parent_agent_id"

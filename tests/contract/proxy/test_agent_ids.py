@@ -14,6 +14,7 @@ from tests.support.proxy_stage import Stage
         ({}, {}, ("", "")),
         ({"x-agent-id": "b", "x-parent-agent-id": "a"}, {"user": "u"}, ("b", "a")),
         ({"x-claude-code-agent-id": "b"}, {}, ("b", "")),
+        ({"thread-id": "2", "x-codex-parent-thread-id": "1"}, {}, ("2", "1")),
         ({"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}, {}, ("ses_2", "ses_1")),
         ({}, {"metadata": {"agent_id": "b", "parent_agent_id": "a"}}, ("b", "a")),
         ({}, {"prompt_cache_key": "thread-1", "user": "u"}, ("thread-1", "")),
