@@ -82,7 +82,7 @@ def hold_session(
     finally:
         ended = end_session(proxy, opened, verdict)
         proxy.close()
-    say(f"{ended.interaction_count} replies, {_describe_fate(ended, opened, paths)}")
+    say(f"replies: {ended.interaction_count}, {_describe_fate(ended, opened, paths)}")
 
 
 def find_terminal_use(harness_name: str) -> TerminalUse:
