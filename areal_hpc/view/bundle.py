@@ -13,6 +13,7 @@ machine. It is a tar.gz:
 |               | that an audit reads but the shards                                           |
 """
 
+import gzip
 import hashlib
 import importlib.metadata
 import shutil
@@ -40,6 +41,7 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.files import open_temporary_beside
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_inputs import get_recipe_value, read_run_recipe
+from areal_hpc.sandbox.unpacked_tree import UnpackedTree
 from areal_hpc.shards.schema import SHARD_SUFFIX
 from areal_hpc.view.audit import AuditReport, audit_run, classify_tickets, read_ticket_records
 from areal_hpc.view.dashboard.report import write_report
@@ -50,6 +52,8 @@ from areal_hpc.wire.decoding import decode_json
 MANIFEST_FILE = "MANIFEST.json"
 RUN_DIR = "run"
 """Folder of the bundle for files of the run directory."""
+MAX_BUNDLE_BYTES = 8 << 30
+MAX_BUNDLE_FILES = 1_000_000
 TASK_KEYS = ("hub", "path", "generator")
 
 
@@ -205,10 +209,12 @@ def check_bundle(bundle: Path, run: RunPaths | None = None) -> BundleCheck:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            with tarfile.open(bundle) as archive:
-                archive.extractall(folder, filter="data")
+            tree = UnpackedTree(folder, max_bytes=MAX_BUNDLE_BYTES, max_files=MAX_BUNDLE_FILES)
+            with gzip.open(bundle) as stream:
+                tree.write_archive(stream)
+            tree.remove_links_leading_out()
             manifest = decode_json((folder / MANIFEST_FILE).read_bytes(), Manifest)
-        except (OSError, EOFError, zlib.error, tarfile.TarError, msgspec.DecodeError) as error:
+        except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
             raise RecipeError(
                 f"this is no bundle, or a damaged one: {error}",
                 key=str(bundle),

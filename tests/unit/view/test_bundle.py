@@ -138,6 +138,20 @@ def test_a_bundle_that_was_tampered_with_is_told(
     assert message in capsys.readouterr().out
 
 
+def test_nothing_outside_of_a_bundle_is_read_through_its_links(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tarfile.open(bundle) as archive:
+        manifest = archive.extractfile("MANIFEST.json").read()  # type: ignore[union-attr]
+    (tmp_path / "MANIFEST.json").write_bytes(manifest)
+    with tarfile.open(bundle, "w:gz") as archive:
+        link = tarfile.TarInfo("MANIFEST.json")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "MANIFEST.json")
+        archive.addfile(link)
+    assert exit_code_of("audit", "--bundle", bundle) == 78
+    assert "this is no bundle, or a damaged one" in capsys.readouterr().err
+
+
 def test_other_files_are_no_bundles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.tar.gz"
     other.write_bytes(b"no archive")
