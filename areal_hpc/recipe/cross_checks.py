@@ -5,7 +5,7 @@ Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 
 from collections.abc import Iterator
 
-from areal_hpc.errors import Problem
+from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.evaluation.set_metrics import resolve_k
 from areal_hpc.evaluation.set_names import VALIDATION_SET_NAME
 from areal_hpc.recipe.recipe import Recipe
@@ -17,6 +17,7 @@ from areal_hpc.recipe.sections.objective import (
 )
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
+from areal_hpc.recipe.source_objectives import resolve_source_objectives
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
@@ -150,8 +151,18 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             if (largest := max(getattr(profile, name), default=0)) > last:
                 message = f"trainer.profile.{name} has {largest}, and the last is {last}"
                 yield Problem(message, f"trainer.profile.{name}", f"name those up to {last}")
+    try:
+        source_objectives = resolve_source_objectives(recipe)
+    except RecipeError as error:
+        source_objectives = []
+        yield from error.problems
     objective = trainer.objective
-    for setting in objective.list_settings(RATIO_SETTINGS) if trainer.ratios_are_one else ():
+    settings = {
+        setting: None
+        for source_objective in (objective, *source_objectives)
+        for setting in source_objective.list_settings(RATIO_SETTINGS)
+    }
+    for setting in settings if trainer.ratios_are_one else ():
         yield Problem(
             f"trainer.objective.{setting} would have no effect: with trainer.minibatches=1 and "
             f"trainer.objective.proximal={objective.proximal} every ratio is 1",

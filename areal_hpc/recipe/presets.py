@@ -145,6 +145,23 @@ PRESETS: Mapping[str, Preset] = {
         {"teacher": {"coef": 1.0}},
         {},
     ),
+    "max_rl": Preset(
+        "the advantage of arXiv:2602.02710, for rewards of 0 and 1; all else is the default's",
+        {"scale_rewards": "group_mean"},
+        {},
+    ),
+    "dppo": Preset(
+        "Binary-TV of arXiv:2602.04879, without its bound on ratios; the bounds of the mask are "
+        "prime-rl's",
+        {
+            "surrogate": "dppo",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "proximal": "none",
+            "off_policy_correction": "none",
+        },
+        {},
+    ),
 }
 
 

@@ -25,6 +25,7 @@ from areal_hpc.metrics.step_metrics import EpisodeFailureCounter
 from areal_hpc.metrics.writer import AlertReporter, MetricsWriter, StepRecord
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.recipe.source_objectives import resolve_source_objectives
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import build_generation_check, claim_next_number, fsync_path
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, is_cancelled_without_checkpoint
@@ -86,6 +87,7 @@ def _run_training(
         is_stop_requested=lambda: stop.requested,
         keep_best=resolve_keep_best(recipe.evaluation, recipe.evaluation_sets),
         sources=TrainSources.read(paths.train_source_sizes, recipe.train_dataset.source_names),
+        source_objectives=resolve_source_objectives(recipe),
     )  # fmt: skip
     nodes = gather_objects_on_first_rank(get_task_position().node_rank, int)
     ranks: list[int] = broadcast_object(
@@ -222,6 +224,7 @@ def _train_on_recorded_batches(
         sources=TrainSources.read(
             paths.train_source_sizes, job.recipe.train_dataset.source_names
         ),
+        source_objectives=resolve_source_objectives(job.recipe),
     )  # fmt: skip
     # Tokens keep their age: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
 from areal_hpc.rundir.checkpoints import (
     RewardRange,
@@ -38,16 +39,16 @@ from areal_hpc.trainer.batch.batch_metrics import (
 )
 from areal_hpc.trainer.batch.packing import (
     CRITIC_CHANNELS,
+    Channel,
     TrainingRow,
+    count_policy_tokens,
     count_scored_tokens,
     split_minibatches,
 )
-from areal_hpc.trainer.batch.sources import summarize_sources
+from areal_hpc.trainer.batch.sources import SourceObjectives, summarize_sources
 from areal_hpc.trainer.batch.training_rows import (
     NO_SCORES,
     BatchScores,
-    build_rows,
-    build_rows_to_score,
     measure_largest_abs_advantage,
     measure_share_of_idle_groups,
     read_sound_rows_on_all_ranks,
@@ -107,6 +108,7 @@ class Learner:
         is_stop_requested: Callable[[], bool] = lambda: False,
         keep_best: str = "",
         sources: TrainSources = NO_SOURCES,
+        source_objectives: Sequence[ObjectiveConfig] = (),
     ) -> None:
         custom_loss = load_custom_loss(config.objective)  # may fail: comes before slow work
         arch, base = read_architecture(model_path, config.lora), ""
@@ -118,6 +120,7 @@ class Learner:
             base = broadcast_object(digest_base(model_path) if dist.get_rank() == 0 else None, str)
         self._config = config
         self._sources = sources
+        self._objectives = SourceObjectives(sources, source_objectives or [config.objective])
         self._paths = paths
         self._shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
         self._check_generation = check_generation
@@ -141,7 +144,12 @@ class Learner:
             base=base,
         )
         self._trainer = PolicyTrainer(
-            config, self.policy, self._optimizer, custom_loss, self._annotator.note_tokens
+            config,
+            self.policy,
+            self._optimizer,
+            custom_loss,
+            self._annotator.note_tokens,
+            self._objectives.distinct,
         )
         forks = [GenerationFork(generation, 0)]
         self.state = TrainerState(generation=generation, seed=seed, base=base, forks=forks)
@@ -199,12 +207,13 @@ class Learner:
             with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
                 scores = self._score_batch(manifest.step, batch)
         with timer.time_phase("pack"):
-            rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
+            rows = self._objectives.build_rows(batch, self.version, self.state.forks, scores)
             minibatches = split_minibatches(rows, config.minibatches)
-            factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
-            channels = (
-                [name for name in rows[0].channels if name not in CRITIC_CHANNELS] if rows else []
+            factors = compute_minibatch_factors(
+                [count_scored_tokens(part) for part in minibatches],
+                [count_policy_tokens(part) for part in minibatches],
             )
+            channels = [name for name in Channel if name not in CRITIC_CHANNELS]
             parts = [
                 make_micro_batches_of_this_rank(
                     self.policy, part, channels, config.max_tokens_per_microbatch
@@ -255,7 +264,7 @@ class Learner:
 
     def _score_batch(self, step: int, batch: Sequence[TrajectoryRow]) -> BatchScores:
         """Score the rows with the networks that the objective needs. A collective."""
-        rows = build_rows_to_score(batch, self._config.objective)
+        rows = self._objectives.build_rows_to_score(batch, self._config.objective)
         scores = NO_SCORES
         if self._frozen.are_needed:
             scores = self._frozen.score(self.policy, step, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed.fsdp import FSDPModule
 
+from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.trainer.batch.packing import (
     Channel,
@@ -79,6 +80,23 @@ class MicroBatch:
     """Number of each scored token among all tokens of the rows that were packed."""
     routes_TLK: torch.Tensor | None = None
     """Experts that the tokens visit; None if the routers choose."""
+    policy_indices_K: npt.NDArray[np.int64] | None = None
+    """Indices of the scored tokens that have advantages; None if all have."""
+    objective: int = 0
+    """Index of the objective of its rows."""
+
+    def select_tokens(self, indices_K: npt.NDArray[np.int64]) -> MicroBatch:
+        """Return the batch with some of the scored tokens, as the loss sees it."""
+        kept_K = torch.from_numpy(indices_K).to(self.labels_N.device, non_blocking=True)
+        return replace(
+            self,
+            labels_N=self.labels_N[kept_K],
+            channels_N={name: values_N[kept_K] for name, values_N in self.channels_N.items()},
+            rows=replace(self.rows, row_N=self.rows.row_N[kept_K]),
+            sampleable_tokens=None,
+            flat_token_indices_N=self.flat_token_indices_N[indices_K],
+            policy_indices_K=None,
+        )
 
     def __str__(self) -> str:
         rows = f"{len(self.row_lengths)} rows" if len(self.row_lengths) != 1 else "1 row"
@@ -93,23 +111,31 @@ LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStat
 def make_micro_batches_of_this_rank(
     network: Network, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
 ) -> list[MicroBatch]:
-    """Pack this rank's share of the rows. All ranks must pass the same rows."""
-    lengths = [len(row.input_ids_T) for row in rows]
-    plan = plan_packs(
-        lengths,
-        ranks=parallel_state.get_data_parallel_world_size(),
-        max_tokens=max_tokens,
-        parallelism=network.split,
-    )
-    first_of = np.cumsum([0, *lengths])
+    """Pack this rank's share of the rows. All ranks must pass the same rows.
+
+    `channels` are those of the passes; a row whose objective does not need one lacks it.
+    """
+    first_of = np.cumsum([0, *(len(row.input_ids_T) for row in rows)])
     batches = []
-    for part in plan[parallel_state.get_data_parallel_rank()]:
-        pack = build_pack([rows[i] for i in part], channels, network.split)
-        batches.append(_build_micro_batch(network, pack, first_of[part]))
+    for objective in sorted({row.objective for row in rows}) or [0]:
+        members = [i for i, row in enumerate(rows) if row.objective == objective]
+        plan = plan_packs(
+            [len(rows[i].input_ids_T) for i in members],
+            ranks=parallel_state.get_data_parallel_world_size(),
+            max_tokens=max_tokens,
+            parallelism=network.split,
+        )
+        own_channels = [name for name in channels if all(name in rows[i].channels for i in members)]
+        for part in plan[parallel_state.get_data_parallel_rank()]:
+            chosen = [members[place] for place in part]
+            pack = build_pack([rows[i] for i in chosen], own_channels, network.split)
+            batches.append(_build_micro_batch(network, pack, first_of[chosen], objective))
     return batches
 
 
-def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.int64]) -> MicroBatch:
+def _build_micro_batch(
+    network: Network, pack: Pack, first_of: npt.NDArray[np.int64], objective: int
+) -> MicroBatch:
     def move(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(network.device, non_blocking=True)
 
@@ -132,6 +158,10 @@ def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.in
         routes_TLK=None
         if pack.routes_TLK is None or network.router_replay is None
         else move(pack.routes_TLK),
+        policy_indices_K=None
+        if Channel.CROSS_ENTROPY not in pack.channels_N
+        else np.flatnonzero(pack.channels_N[Channel.CROSS_ENTROPY] == 0),
+        objective=objective,
     )
 
 
@@ -284,8 +314,10 @@ class PolicyTrainer:
         optimizer: Optimizer,
         custom_loss: CustomLoss | None,
         note_tokens: NoteTokens,
+        objectives: Sequence[ObjectiveConfig],
     ) -> None:
         self._objective = config.objective
+        self._objectives = objectives
         self._policy = policy
         self._optimizer = optimizer
         self._custom_loss = custom_loss
@@ -344,8 +376,15 @@ class PolicyTrainer:
         updates_done_share: float,
         factor: float,
     ) -> tuple[torch.Tensor, LossStats]:
-        objective, channels_N = self._objective, batch.channels_N
+        objective = self._objectives[batch.objective]
         logprobs_N, entropy_N = compute_logprobs_and_entropy(self._policy, batch, logits_1NV)
+        observation_loss = logprobs_N.new_zeros(())
+        if batch.policy_indices_K is not None:
+            observation_loss = -(batch.channels_N[Channel.CROSS_ENTROPY] * logprobs_N).sum()
+            kept_K = torch.from_numpy(batch.policy_indices_K).to(logprobs_N.device)
+            logprobs_N, entropy_N = logprobs_N[kept_K], entropy_N[kept_K]
+            batch = batch.select_tokens(batch.policy_indices_K)
+        channels_N = batch.channels_N
         detached_N = logprobs_N.detach()
         loss = compute_policy_loss(
             logprobs_N,
@@ -362,10 +401,12 @@ class PolicyTrainer:
         self._note_tokens(
             minibatch_index, batch, detached_N if start_N is None else start_N, entropy_N, loss
         )
-        total = loss.total * factor
+        total = (loss.total + observation_loss) * factor
         stats = LossStats(
             {
                 **loss.sums,
+                "loss": loss.sums["loss"] + observation_loss.detach().double(),
+                "observation_loss": observation_loss.detach().double(),
                 "tokens": len(logprobs_N),
                 "padded_tokens": batch.padded_token_count,
                 "entropy": entropy_N.detach().sum(dtype=torch.float64),
@@ -374,7 +415,7 @@ class PolicyTrainer:
         )
         if start_N is None and updates_done_share == 0:
             stats.add(_build_engine_mismatch_stats(batch, detached_N))
-        elif start_N is not None and objective.advantages_need_logprobs:  # else already added
+        elif start_N is not None and self._objective.advantages_need_logprobs:  # else added before
             stats.add(_build_engine_mismatch_stats(batch, start_N))
         if objective.entropy_coef:
             scale_N = channels_N.get(Channel.SCALE)
@@ -430,14 +471,13 @@ def score_rows(
 
 
 def _score_minibatch(network: Network, rows: Sequence[TrainingRow], max_tokens: int) -> ScoresByRow:
-    channels = [name for name in rows[0].channels if name == Channel.TEMPERATURE]
     scored: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
     def note(batch: MicroBatch, scores_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         scored.append((batch.flat_token_indices_N, scores_N))
         return scores_N.sum(), LossStats()
 
-    batches = make_micro_batches_of_this_rank(network, rows, channels, max_tokens)
+    batches = make_micro_batches_of_this_rank(network, rows, [Channel.TEMPERATURE], max_tokens)
     run_forward_backward(network, batches, note, backward=False)
     lengths = [len(row.input_ids_T) for row in rows]
     flat = torch.zeros(sum(lengths))

@@ -109,7 +109,7 @@ def compute_mean_gradient(
     behavior = torch.tensor(compute_logprobs(task.behavior)[choice_indices])
     loss = compute_policy_loss(
         logprobs,
-        logprobs.detach(),
+        behavior if objective.proximal == "none" else logprobs.detach(),
         behavior,
         advantages.double(),
         TokenRowMap(numbers.long(), row_number),

@@ -87,6 +87,11 @@ def loss_and_gradient(
             bounded = min(max(ratio, low), high)
             loss -= weight * bounded * advantage * tokens.logprobs[index]
             gradient[index] -= weight * bounded * advantage
+        elif objective.surrogate == "dppo":
+            moved = float(np.exp(tokens.logprobs[index]) - np.exp(tokens.proximal[index]))
+            if -objective.clip_low <= moved if advantage < 0 else moved <= objective.clip_high:
+                loss -= weight * ratio * advantage
+                gradient[index] -= weight * ratio * advantage
         else:
             free, bound = ratio * advantage, min(max(ratio, low), high) * advantage
             term, slope = (free, free) if free <= bound else (bound, 0.0)

@@ -78,6 +78,8 @@ class MixtureSourceConfig(TaskSetConfig):
     """Dotted path of the agent for its tasks; empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
+    objective: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `trainer.objective` that differ for its tasks; with `preset`, on top of that."""
 
 
 class TrainTaskSetConfig(TaskSetConfig):

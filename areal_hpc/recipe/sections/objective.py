@@ -116,10 +116,10 @@ class CriticConfig(BaseConfig):
 
 GROUP_SETTINGS = (
     *(("baseline", "group_mean"), ("baseline", "leave_one_out")),
-    ("scale_rewards", "group"),
+    *(("scale_rewards", "group"), ("scale_rewards", "group_mean")),
 )
 """Settings that compare the episodes of one task."""
-RATIO_SETTINGS = (("surrogate", "cispo"), ("ratio_level", "sequence"))
+RATIO_SETTINGS = (("surrogate", "cispo"), ("surrogate", "dppo"), ("ratio_level", "sequence"))
 """Settings that change nothing if every ratio is 1."""
 
 
@@ -140,6 +140,8 @@ class ObjectiveConfig(BaseConfig):
         "ppo",
         "icepop",
         "opd",
+        "max_rl",
+        "dppo",
     ] = "default"
     """Known algorithm, which sets keys, also of other sections, that the recipe lacks."""
     credit: Literal["episode", "turn"] = "episode"
@@ -156,20 +158,23 @@ class ObjectiveConfig(BaseConfig):
     """With baseline=value: a step is a token, or a whole reply."""
     critic: CriticConfig = CriticConfig()
     """Network that estimates values."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Set over which differences are divided by their standard deviation; `none`: no division."""
+    scale_rewards: Literal["group", "group_mean", "batch", "none"] = "group"
+    """Divisor of differences: their standard deviation over the group or the batch, the mean of
+    the group (MaxRL), or 1."""
     std_ddof: Literal[0, 1] = 1
     """Degrees of freedom subtracted in a standard deviation; 0 is AReaL's biased one."""
     min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
     """Least standard deviation of a group's differences; below it their advantages are zero."""
-    surrogate: Literal["clip", "cispo", "none"] = "clip"
-    """Term of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; or A log pi."""
+    surrogate: Literal["clip", "cispo", "dppo", "none"] = "clip"
+    """Term of ratio r and advantage A: min(r A, clip(r) A); clip(r) A log pi; r A, or 0 where A
+    moves pi - proximal further out of its bounds; or A log pi."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratios of each token, or their geometric mean over the row (GSPO)."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Lower clip of the ratio to the proximal policy, at 1 - this."""
+    """Lower clip of the ratio to the proximal policy, at 1 - this; with dppo: of pi - proximal, at
+    minus this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Upper clip of the ratio to the proximal policy, at 1 + this."""
+    """Upper clip of the ratio to the proximal policy, at 1 + this; with dppo: of pi - proximal."""
     clip_dual: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Bound on terms with A < 0, which are at least this times A; null: no bound."""
     loss_agg: Literal[
@@ -180,6 +185,9 @@ class ObjectiveConfig(BaseConfig):
     """With seq_mean_token_sum_norm: divisor of sums; default: `rollout.sampling.max_new_tokens`."""
     entropy_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the entropy of each token's distribution, which the loss then increases."""
+    observation_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the mean cross-entropy of the tokens between two replies, such as results of tools
+    (ECHO); 0 leaves them out."""
     overlong: OverlongConfig = OverlongConfig()
     """Treatment of replies at or near their limit of tokens."""
     kl: KlConfig = KlConfig()
@@ -224,9 +232,10 @@ class ObjectiveConfig(BaseConfig):
                 "with credit=episode all replies earn the same, and no turn is discounted by "
                 f"turn_discount={self.turn_discount}: set credit=turn"
             )
-        if self.scale_rewards == "none" and self.std_ddof != 1:
+        if self.scale_rewards in ("none", "group_mean") and self.std_ddof != 1:
             raise ValueError(
-                f"with scale_rewards=none there is no standard deviation, got std_ddof="
+                f"with scale_rewards={self.scale_rewards} nothing is divided by a standard "
+                f"deviation, got std_ddof="
                 f"{self.std_ddof}: leave it out, or set scale_rewards=group"
             )
         return self
@@ -234,6 +243,16 @@ class ObjectiveConfig(BaseConfig):
     @model_validator(mode="after")
     def _check_critic_keys(self) -> ObjectiveConfig:
         if self.baseline == "value":
+            if self.scale_rewards == "group_mean":
+                raise ValueError(
+                    "scale_rewards=group_mean divides by the mean of a group, and baseline=value "
+                    "compares no group: set scale_rewards=batch"
+                )
+            if self.observation_coef:
+                raise ValueError(
+                    "observation_coef trains tokens that have no value, and baseline=value learns "
+                    "a value for every trained token: leave one of them out"
+                )
             if self.critic.model is None:
                 raise ValueError(
                     "baseline=value takes its values from a critic: set critic.model=initial, or "
@@ -271,6 +290,11 @@ class ObjectiveConfig(BaseConfig):
             raise ValueError(
                 f"clip_dual bounds the terms of surrogate=clip, got surrogate={self.surrogate}: "
                 "leave it out"
+            )
+        if self.ratio_level == "sequence" and self.surrogate == "dppo":
+            raise ValueError(
+                "surrogate=dppo bounds the probability of each token, got ratio_level=sequence: "
+                "set ratio_level=token"
             )
         if self.ratio_level == "sequence" and self.surrogate == "none":
             raise ValueError(

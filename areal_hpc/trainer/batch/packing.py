@@ -42,6 +42,8 @@ class Channel(StrEnum):
     """Critic's values at the start of the step."""
     RETURN = "return"
     """Targets of the critic."""
+    CROSS_ENTROPY = "cross_entropy"
+    """Weight of a token's cross-entropy; where it is not 0, the token has no other loss."""
 
 
 CRITIC_CHANNELS = (Channel.VALUE, Channel.RETURN)
@@ -59,6 +61,8 @@ class TrainingRow:
     """Tokens that could be sampled at each position; None if all could everywhere."""
     routes_TLK: RouteArray | None = None
     """Experts that its tokens visit; None if the router chooses."""
+    objective: int = 0
+    """Index of its objective, if the sources of tasks have several; a pass has rows of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,14 @@ class Pack:
 
 def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
     return sum(int(np.count_nonzero(row.loss_mask_T[1:])) for row in rows)
+
+
+def count_policy_tokens(rows: Sequence[TrainingRow]) -> int:
+    """Count the scored tokens that have advantages: all but those of the cross-entropy."""
+    others = (row.channels.get(Channel.CROSS_ENTROPY) for row in rows)
+    return count_scored_tokens(rows) - sum(
+        int(np.count_nonzero(weights_T)) for weights_T in others if weights_T is not None
+    )
 
 
 def split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:

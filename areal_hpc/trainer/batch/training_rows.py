@@ -1,5 +1,6 @@
 """Training rows of a batch: read, checked, scored, with the channels that the loss needs."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -166,6 +167,7 @@ def build_rows(
         advantages, returns = _compute_critic_advantages(batch, masks, objective, scores)
     else:
         advantages, returns = _compute_baseline_advantages(batch, objective, scores), None
+    observed = _weigh_observed_tokens(batch, masks, objective)
     rows = []
     for index, trajectory in enumerate(batch):
         size = trajectory.num_tokens
@@ -191,16 +193,56 @@ def build_rows(
                 trajectory.versions_T, current_version, generation_forks
             )
         channels |= temperatures[index]
+        mask_T = masks[index]
+        if observed is not None:
+            channels[Channel.CROSS_ENTROPY] = observed[index]
+            is_observed_T = observed[index] != 0
+            mask_T = np.where(is_observed_T, np.uint8(1), mask_T)
+            advantages_T[is_observed_T] = 0.0
+            if Channel.TEMPERATURE in channels:  # nothing was sampled there
+                channels[Channel.TEMPERATURE][is_observed_T] = 1.0
         rows.append(
             TrainingRow(
                 trajectory.input_ids_T,
-                masks[index],
+                mask_T,
                 channels,
                 forbid_end_tokens(trajectory),
                 trajectory.routes_TLK,
             )
         )
     return rows
+
+
+def _weigh_observed_tokens(
+    batch: Sequence[TrajectoryRow],
+    masks: Sequence[npt.NDArray[np.uint8]],
+    objective: ObjectiveConfig,
+) -> list[npt.NDArray[np.float32]] | None:
+    """Return the weight of each token's cross-entropy (ECHO, arXiv:2605.24517); None without any.
+
+    The loss is a mean over the tokens of `masks`, the cross-entropy one over the observed tokens.
+    """
+    if not objective.observation_coef:
+        return None
+    observed = [find_observed_tokens(row) for row in batch]
+    trained = sum(int(np.count_nonzero(mask_T[1:])) for mask_T in masks)
+    count = sum(int(is_observed_T.sum()) for is_observed_T in observed)
+    weight = np.float32(objective.observation_coef * trained / max(1, count))
+    return [weight * is_observed_T.astype(np.float32) for is_observed_T in observed]
+
+
+def find_observed_tokens(row: TrajectoryRow) -> npt.NDArray[np.bool_]:
+    """Mark the tokens between two replies of a row: what the agent sent after the first of them.
+
+    Results of tools, users' turns and the template around them. Those before a reply that another
+    row trains are left to that row.
+    """
+    is_observed_T = np.zeros(row.num_tokens, np.bool_)
+    for earlier, later in itertools.pairwise(row.record.calls):
+        if later.trained:
+            is_observed_T[earlier.prompt_tokens + earlier.reply_tokens : later.prompt_tokens] = True
+    is_observed_T[row.loss_mask_T != 0] = False
+    return is_observed_T
 
 
 def _build_masks(

@@ -20,6 +20,8 @@ With `value` each token has its own advantage (`estimate_advantages`).
 `scale_rewards` divides the differences by their standard deviation over the group or the batch; if
 they need not add up to zero, by the root of their mean square. Therefore no advantage exceeds
 (m-1)/sqrt(m) for m of them that add up to zero with `std_ddof=1`, nor sqrt(m) otherwise.
+`group_mean` divides by the mean of the group (MaxRL, arXiv:2602.02710), which with rewards of 0 and
+1 gives at most m-1; a group whose mean is not above zero has no advantages.
 """
 
 import math
@@ -271,6 +273,9 @@ def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> Float
         spread = math.sqrt(squares / degrees) if degrees else 0.0
         if spread < objective.min_reward_std:
             advantages_K[members] = 0.0
+        elif objective.scale_rewards == "group_mean":
+            mean = credit.earned_K[members].mean()
+            advantages_K[members] *= 1.0 / mean if mean > 0 else 0.0
         elif objective.scale_rewards != "none":
             advantages_K[members] /= spread
     return advantages_K * credit.branch_weights_K

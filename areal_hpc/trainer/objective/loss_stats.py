@@ -163,7 +163,7 @@ def estimate_abs_diff_percentile(
 
 STEP_SUM_NAMES = (
     *(*LOSS_SUM_NAMES, *MISMATCH_SUM_NAMES),
-    *("entropy", "tokens", "padded_tokens", "followed", "rerouted"),
+    *("entropy", "tokens", "padded_tokens", "followed", "rerouted", "observation_loss"),
 )
 STEP_MAXIMUM_NAMES = ("weight", "mismatch")
 STEP_HISTOGRAM_BINS = {"mismatch": BIN_COUNT}
@@ -176,8 +176,9 @@ def build_loss_metrics(
     tokens, compared = max(1.0, sums["tokens"]), max(1.0, sums["compared"])
     largest = maxima["mismatch"]
     squares = sums["applied_squared"] * sums["tokens"]
-    followed = sums["followed"]
+    followed, observed = sums["followed"], sums["observation_loss"]
     return {
+        **({"observation/loss": observed / tokens} if observed else {}),
         **({"experts/rerouted_fraction": sums["rerouted"] / followed} if followed else {}),
         "loss": sums["loss"] / tokens,
         "entropy/mean": sums["entropy"] / tokens,

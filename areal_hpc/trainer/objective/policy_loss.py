@@ -94,7 +94,9 @@ def compute_policy_loss(
         if clipped_N is None:
             clipped_N = torch.zeros_like(logprobs_N, dtype=torch.bool)
     else:
-        terms_N, clipped_N = _compute_surrogate(logprobs_N, ratio_N, advantages_N, config)
+        terms_N, clipped_N = _compute_surrogate(
+            logprobs_N, proximal_N, ratio_N, advantages_N, config
+        )
     terms_N = terms_N * weight_N
     gap = logprobs_N.new_zeros(())
     if reference_N is not None:
@@ -169,6 +171,7 @@ def compute_importance_weights(
 
 def _compute_surrogate(
     logprobs_N: torch.Tensor,
+    proximal_N: torch.Tensor,
     ratio_N: torch.Tensor,
     advantages_N: torch.Tensor,
     config: ObjectiveConfig,
@@ -177,8 +180,9 @@ def _compute_surrogate(
 
     `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, equation 7); with `clip_dual` c, where
     A < 0, max(that, c A) (arXiv:1912.09729). `cispo`: sg(clip(r)) A log pi (arXiv:2506.13585,
-    equation 4). `none`: A log pi. At level `sequence` the ratio is that of GSPO
-    (arXiv:2507.18071, equation 7).
+    equation 4). `dppo`: r A, without the tokens whose probability has left its bounds in the
+    direction of A (arXiv:2602.04879, Binary-TV). `none`: A log pi. At level `sequence` the ratio is
+    that of GSPO (arXiv:2507.18071, equation 7).
     """
     bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
     match config.surrogate:
@@ -186,6 +190,11 @@ def _compute_surrogate(
             return advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0
         case "cispo":
             return bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N
+        case "dppo":
+            moved_N = (logprobs_N.exp() - proximal_N.exp()).detach()
+            is_up_N = (advantages_N > 0) & (moved_N > config.clip_high)
+            masked_N = is_up_N | ((advantages_N < 0) & (moved_N < -config.clip_low))
+            return (ratio_N * advantages_N).masked_fill(masked_N, 0.0), masked_N
         case "clip":
             free_N, bound_N = ratio_N * advantages_N, bounded_N * advantages_N
             terms_N, clipped_N = torch.minimum(free_N, bound_N), bound_N < free_N
@@ -260,14 +269,18 @@ def compute_loss_aggregation_row_factors(
             return [per_sequence / objective.loss_scale_tokens] * len(tokens_per_row)
 
 
-def compute_minibatch_factors(tokens: Sequence[int]) -> list[float]:
-    """Return the factor of each minibatch's loss, by their numbers of trained tokens.
+def compute_minibatch_factors(
+    scored: Sequence[int], trained: Sequence[int] | None = None
+) -> list[float]:
+    """Return the factor of each minibatch's loss, by their numbers of scored tokens.
 
-    A pass divides by the tokens of its minibatch. With this factor a minibatch's loss is its share
-    of the batch's loss times the number of minibatches, so that a token has equal weight in each.
+    A pass divides by the scored tokens of its minibatch. With this factor a minibatch's loss is its
+    share of the batch's loss times the number of minibatches, so that a token has equal weight in
+    each. The batch's loss is a mean over its `trained` tokens, by default all that are scored.
     """
-    mean = sum(tokens) / len(tokens) if tokens else 0.0
-    return [count / mean if mean else 1.0 for count in tokens]
+    trained = scored if trained is None else trained
+    mean = sum(trained) / len(trained) if trained else 0.0
+    return [count / mean if mean else 1.0 for count in scored]
 
 
 VALUE_SUM_NAMES = ("value_loss", "value_clipped", "tokens")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
@@ -19,7 +20,13 @@ from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
-from tests.support.float64_trainer import Float64Trainer
+from tests.support.float64_trainer import (
+    Float64Trainer,
+    compute_advantages,
+    load_float64_model,
+    measure_gradient_norm,
+    score_row,
+)
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, VOCAB, record_run
 from tests.support.replayed_run import (
@@ -309,6 +316,42 @@ def test_distributions_are_over_recorded_masks_in_every_layout(
     for _, expected in pairs:
         assert expected["tokens/untrainable"] == 0
         assert 0 < expected["entropy/mean"] <= np.log(8)
+
+
+def test_tokens_between_replies_are_learned_as_by_transformers_in_float64(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """A row's second and third prompts have a token each: 201 and 202."""
+    recorded = record_batch(tmp_path / "recorded", lambda rows: None)
+    model = load_float64_model(recorded.starting_model_dir)
+    rows = read_recorded_rows(recorded, 1)
+    objective = ObjectiveConfig(observation_coef=0.5, **OBJECTIVE)
+    policy_loss, cross_entropy = torch.zeros(()), torch.zeros(())
+    for row, advantage in zip(rows, compute_advantages(rows, objective), strict=True):
+        logprobs_t, _ = score_row(model, row)
+        behavior_t = torch.from_numpy(row.logprobs_T[row.loss_mask_T != 0])
+        weight_t = (logprobs_t.detach() - behavior_t).exp().clamp(max=5.0)
+        policy_loss = policy_loss - (weight_t * advantage * logprobs_t).sum() / 13
+        is_observed_T = np.isin(row.input_ids_T, [201, 202]).astype(np.uint8)
+        observed, _ = score_row(model, replace(row, loss_mask_T=is_observed_T))
+        cross_entropy = cross_entropy - observed.sum() / 4
+    (policy_loss + 0.5 * cross_entropy).backward()
+    keys = {**OBJECTIVE, "observation_coef": 0.5}
+    ((line, _),) = check_layouts_agree(
+        ranks,
+        recorded.root,
+        tmp_path,
+        keys,
+        ("loss", "grad_norm", "observation/loss", "entropy/mean"),
+        layouts=[{"cp": 2}],
+        abs=1e-7,
+        **ONE_STEP,
+    )
+    assert line["observation/loss"] == pytest.approx(0.5 * cross_entropy.item(), rel=1e-5)
+    assert line["grad_norm"] == pytest.approx(measure_gradient_norm(model), rel=1e-4)
+    (without,) = train_copy(ranks, recorded.root, tmp_path / "without", OBJECTIVE, **ONE_STEP)
+    assert line["loss"] - line["observation/loss"] == pytest.approx(without["loss"], abs=1e-6)
+    assert line["entropy/mean"] == pytest.approx(without["entropy/mean"], rel=1e-6)
 
 
 MINIBATCHES = 2

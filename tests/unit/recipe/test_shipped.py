@@ -16,6 +16,7 @@ from areal_hpc.recipe.presets import PRESETS, apply_preset, describe_preset
 from areal_hpc.recipe.project_files import read_project_files
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
+from areal_hpc.recipe.source_objectives import resolve_source_objectives
 from tests.support.commands import exit_code_of
 from tests.support.environments import CHECKOUT
 
@@ -224,11 +225,52 @@ def test_a_preset_sets_keys_and_nothing_else(name: str) -> None:
         ("reinforce_pp", 0.2, 0.2),  # section 4.2.3 of its second version
         ("reinforce_pp_baseline", 0.2, 0.2),
         ("ppo", 0.2, 0.2),  # section 3
+        ("dppo", 0.2, 0.2),  # prime-rl's dppo_mask_low and dppo_mask_high
     ],
 )
 def test_a_preset_clips_where_its_paper_does(name: str, low: float, high: float) -> None:
     objective = build(name).trainer.objective
     assert (objective.clip_low, objective.clip_high) == (low, high)
+
+
+def build_mixture(own: dict[str, Any], **objective: Any) -> Recipe:
+    sources = [{"path": "/tmp", "name": "plain"}, {"path": "/tmp", "objective": own}]
+    return build_recipe(
+        {**BASE, "train_dataset": {"sources": sources}, "trainer": {"objective": objective}}
+    )
+
+
+def test_a_source_changes_keys_of_the_recipes_objective_or_begins_with_a_preset() -> None:
+    base = {"clip_high": 0.5, "kl": {"coef": 0.1}}
+    plain, own = resolve_source_objectives(
+        build_mixture({"clip_low": 0.1, "kl": {"coef": 0.2}}, **base)
+    )
+    assert (plain.clip_low, plain.clip_high, plain.kl.coef) == (0.2, 0.5, 0.1)
+    assert (own.clip_low, own.clip_high, own.kl.coef) == (0.1, 0.5, 0.2)
+    _, own = resolve_source_objectives(
+        build_mixture({"preset": "rloo", "entropy_coef": 0.1}, **base)
+    )
+    assert (own.baseline, own.clip_high, own.kl.coef) == ("leave_one_out", 0.28, 0.1)
+    assert resolve_source_objectives(build("rloo")) == [build("rloo").trainer.objective]
+
+
+@pytest.mark.parametrize(
+    ("own", "key", "message"),
+    [
+        ({"clip_lo": 0.1}, "clip_lo", "unknown key"),
+        ({"clip_low": 2}, "clip_low", "must be less than or equal to 1"),
+        ({"proximal": "none"}, "proximal", "proximal is the same for all sources"),
+        ({"preset": "dppo"}, "preset", "for all sources, and preset=dppo sets it"),
+        ({"kl": {"coef": 0.1}}, "kl", "trainer.objective.kl.coef=0.0"),
+        ({"baseline": "value"}, "baseline", "a critic learns the values of all sources"),
+    ],
+)
+def test_what_sources_share_cannot_differ(own: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        build_mixture(own)
+    problem = caught.value.problems[0]
+    assert problem.key == f"train_dataset.sources.1.objective.{key}"
+    assert message in problem.message
 
 
 def test_the_default_preset_is_no_preset() -> None:

@@ -38,12 +38,12 @@ OBJECTIVES = st.builds(
         turn_discount=discount if credit == "turn" else 1.0,
         baseline=baseline,
         scale_rewards=scale,
-        std_ddof=1 if scale == "none" else ddof,
+        std_ddof=1 if scale in ("none", "group_mean") else ddof,
     ),
     st.sampled_from(["episode", "turn"]),
     st.sampled_from([1.0, 0.5]),
     st.sampled_from(["group_mean", "leave_one_out", "batch_mean", "none"]),
-    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from(["group", "group_mean", "batch", "none"]),
     st.sampled_from([0, 1]),
 )
 
@@ -176,6 +176,9 @@ def expected_advantages(
             spread = np.std(values, ddof=objective.std_ddof) if len(values) > 1 else 0.0
         if spread < objective.min_reward_std:
             value = 0.0
+        elif objective.scale_rewards == "group_mean":
+            mean = float(np.mean([unit[3] for unit in units if unit[0] == group]))
+            value = difference / mean if mean > 0 else 0.0
         else:
             value = difference / (1.0 if objective.scale_rewards == "none" else spread)
         for reply in replies:
