@@ -1,1 +1,1 @@
-"""A tiny model learns to cheat a verifier that has a hole, and the watch tells."""
+"""A tiny model learns to cheat a verifier that has a hole, and an alert tells."""
