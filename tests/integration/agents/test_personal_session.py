@@ -126,7 +126,7 @@ def test_a_harness_gets_its_settings_and_without_a_verdict_nothing_is_kept(
     code, output = start(gemini, "gemini-cli", str(stage.paths.root), said="\n")
     assert code == 0, output
     assert '"selectedType": "gemini-api-key"' in output
-    assert "replies: 0, no verdict: nothing is kept" in output
+    assert "replies: 2, no verdict: nothing is kept" in output
     stage.restart_proxy()
     assert len(list_personal_rows(stage)) == before
     code, output = start(gemini, "--print-env", str(stage.paths.root), said="\n")
