@@ -68,7 +68,9 @@ def hold_session(
             context_tokens = recipe.inference.context_length or DEFAULT_CONTEXT_TOKENS
             values = HarnessTemplateValues(url, opened.api_key, home, "", context_tokens)
             for name, text in use.files.items():
-                write_atomic_private(Path(home, name), values.fill(text).encode())
+                path = Path(home, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic_private(path, values.fill(text).encode())
             variables = {
                 **build_endpoint_variables(f"{url}/v1", opened.api_key),
                 **{name: values.fill(value) for name, value in use.variables.items()},

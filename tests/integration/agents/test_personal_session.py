@@ -32,8 +32,8 @@ for word in sys.argv[1:]:
     body = {{"messages": [{{"role": "user", "content": word}}]}}
     assert post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body) == 200
 reward = post(os.environ["ANTHROPIC_BASE_URL"] + "/rl/set_reward", {{"reward": 1e6}})
-settings = os.environ.get("GEMINI_CLI_SYSTEM_SETTINGS_PATH")
-print(f"own reward {{reward}}", settings and open(settings).read(), flush=True)
+home = os.environ.get("GEMINI_CLI_HOME")
+print(f"own reward {{reward}}", home and open(home + "/.gemini/settings.json").read(), flush=True)
 """
 """Program that says each of its arguments to the model, and tries to reward itself."""
 TASK = {"messages": [{"role": "user", "content": "add 2 and 2"}]}
