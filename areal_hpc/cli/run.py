@@ -79,6 +79,14 @@ def _describe_stages(
             yield from (f"  {line}" for line in _describe_local_gpu_assignment(stage, recipe))
 
 
+def _get_recipe_arguments(arguments: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Return a recipe and its overrides; `sft RECIPE` means that recipe's SFT stage alone."""
+    recipe, overrides = arguments.recipe, arguments.overrides
+    if recipe == Path("sft") and overrides and "=" not in overrides[0]:
+        return Path(overrides[0]), [*overrides[1:], "train_dataset=null"]
+    return recipe, overrides
+
+
 def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -185,13 +193,14 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc run recipes/quickstart.yaml
     $ areal-hpc run my_recipe.yaml trainer.total_steps=50 rollout.n_samples=16
+    $ areal-hpc run sft my_recipe.yaml    # its supervised fine-tuning alone
     $ salloc --nodes=2 areal-hpc run my_recipe.yaml --in-allocation
     """
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc.launch.run import run
     from areal_hpc.recipe.loading import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(*_get_recipe_arguments(arguments))
     if arguments.dry_run:
         lines: Iterable[str] = _describe_dry_run(
             recipe, on_this_machine=not arguments.in_allocation
@@ -230,7 +239,7 @@ def _print_plan(arguments: argparse.Namespace) -> int:
     """
     from areal_hpc.recipe.loading import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(*_get_recipe_arguments(arguments))
     print("\n".join(describe_plan(recipe)))
     return 0
 
@@ -272,6 +281,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     themselves. Submit again to resume a run whose jobs have ended.
 
     $ areal-hpc submit my_recipe.yaml --site site.yaml --dry-run
+    $ areal-hpc submit sft my_recipe.yaml    # its supervised fine-tuning alone
     $ for lr in 1e-6 3e-6; do
     $     areal-hpc submit my_recipe.yaml trainer.optimizer.lr=$lr trial_name=lr-$lr
     $ done
@@ -282,7 +292,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.formatting import say
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
+    recipe = load_recipe(*_get_recipe_arguments(arguments), arguments.site)
     paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
         requests = slurm_launcher.build_remaining_job_requests(recipe, Path.cwd(), arguments.after)

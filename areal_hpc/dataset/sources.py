@@ -201,7 +201,7 @@ def _iterate_arrow_batches(path: Path) -> Iterator[Any]:
 def materialize_task_sets(
     configs_with_keys: Sequence[tuple[TaskSetConfig, str]],
     jsonl_file: Path,
-    check: Callable[[dict[str, Any]], None] = lambda row: None,
+    check: Callable[[dict[str, Any]], object] = lambda row: None,
 ) -> list[int]:
     """Write data sets one after another as JSON lines into a file that appears when complete.
 

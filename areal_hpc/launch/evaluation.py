@@ -123,6 +123,8 @@ def _find_target_in_run(
     run: RunPaths, step: int | None, overrides: Sequence[str], site: Path | None
 ) -> EvaluationTarget:
     recorded = load_recipe(run.recipe)
+    if recorded.train_dataset is None and step is None:
+        step = 0  # what SFT alone has trained
     version = choose_version(run, step)
     directory_overrides = [
         f"cluster.fileroot={json.dumps(str(run.eval_command_runs_dir))}",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.inference.config import WORKER_NODE_ENTRY, InferenceJobConfig
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.proxy.config import ProxyJobConfig
@@ -74,25 +75,47 @@ def plan_run(
     """Plan every job of a run, stage by stage.
 
     Without facts, before task sets are read, jobs have their shape but not their configuration.
+
+    Raises:
+        RecipeError: The recipe has neither training tasks nor demonstrations.
     """
-    plan_inputs = plan_inputs or PlanInputs(
-        1, {}, "python", (), (1,) * len(recipe.train_dataset.sources)
-    )
+    stages = (_plan_sft_stage(recipe, paths),) if recipe.sft else ()
+    if recipe.train_dataset is None:
+        if not stages:
+            raise RecipeError(
+                "the recipe has neither training tasks nor demonstrations: nothing is trained",
+                key="train_dataset",
+                hint="add a train_dataset, or a section sft for supervised fine-tuning alone",
+            )
+        return stages
+    plan_inputs = plan_inputs or PlanInputs(1, {}, "python", (), (1,) * len(recipe.train_mixture))
     reinforcement = JobStage(
         name="train",
         leader=_plan_trainer_job(recipe, paths, plan_inputs),
         others=_plan_cell_jobs(recipe, paths, plan_inputs),
         done_marker=paths.finished_marker,
     )
-    if recipe.sft is None:
-        return (reinforcement,)
+    return (*stages, reinforcement)
+
+
+def _plan_sft_stage(recipe: Recipe, paths: RunPaths) -> JobStage:
+    assert recipe.sft is not None
     process = SftJobConfig(
         run_dir=paths.root,
         model_path=get_base_model_path(recipe, paths),
-        dataset_path=paths.dataset("sft"),
+        dataset_path=paths.demonstrations("sft.dataset"),
+        evaluation_path=paths.demonstrations("sft.evaluation.dataset")
+        if recipe.sft.evaluation
+        else None,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
-    sft = build_rank_job("sft", recipe, [process])
-    return (JobStage("sft", sft, (), paths.sft_export, paths.sft_metrics), reinforcement)
+    is_alone = recipe.train_dataset is None
+    return JobStage(
+        "sft",
+        build_rank_job("sft", recipe, [process]),
+        (),
+        paths.finished_marker if is_alone else paths.sft_export,
+        paths.sft_metrics,
+    )
 
 
 def get_base_model_path(recipe: Recipe, paths: RunPaths) -> Path:

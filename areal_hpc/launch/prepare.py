@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from areal_hpc.dataset.demonstrations import parse_demonstration
 from areal_hpc.dataset.sources import count_materialized_rows, materialize_task_sets
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.config import build_role_variables, get_interpreters
@@ -216,7 +217,8 @@ def _check_prompt_lengths(
     model_dir = get_base_model_path(recipe, paths)
     context_tokens = find_context_tokens(recipe, model_dir)
     problems: list[Problem] = []
-    files = {"train_dataset": paths.dataset("train")} | {
+    files = {"train_dataset": paths.dataset("train")} if recipe.train_dataset else {}
+    files |= {
         held_out.dataset_key: paths.evaluation_tasks(held_out.name)
         for held_out in recipe.evaluation_sets
     }
@@ -240,14 +242,13 @@ def write_run_inputs(
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    train, sft = (paths.dataset(name) for name in ("train", "sft"))
+    train = paths.dataset("train")
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
-    sources, train_source_sizes = recipe.train_dataset.sources, paths.train_source_sizes
-    if not train.exists() or (sources and not train_source_sizes.exists()):
+    sources, train_source_sizes = recipe.train_mixture, paths.train_source_sizes
+    is_missing = not train.exists() or (sources and not train_source_sizes.exists())
+    if recipe.train_dataset is not None and is_missing:
         print_line("data     writing the train set")
-        counts = materialize_task_sets(
-            recipe.train_dataset.list_sources("train_dataset"), train, check
-        )
+        counts = materialize_task_sets(recipe.train_sources, train, check)
         if sources:
             write_atomic(train_source_sizes, json.dumps(counts).encode())
     for held_out in recipe.evaluation_sets:
@@ -255,15 +256,15 @@ def write_run_inputs(
         if not tasks_file.exists():
             print_line(f"data     writing the {held_out.name} set")
             materialize_task_sets([(held_out.dataset, held_out.dataset_key)], tasks_file, check)
-    if recipe.sft is not None and not sft.exists():
-        print_line("data     writing the SFT set")
-        materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
+    for key, source in recipe.demonstrations.items():
+        if not paths.demonstrations(key).exists():
+            print_line(f"data     writing {key}")
+            materialize_task_sets([(source, key)], paths.demonstrations(key), parse_demonstration)
     if recipe.model.tiny is not None and not (paths.starting_model_dir / "config.json").exists():
         print_line("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
-        make_tiny_model(
-            paths.starting_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes
-        )
+        texts = _read_tokenizer_texts(paths.demonstrations("sft.dataset"))
+        make_tiny_model(paths.starting_model_dir, texts, seed=recipe.seed, **sizes)
     if recipe.model.hub is not None and not paths.starting_model_dir.exists():
         paths.starting_model_dir.unlink(missing_ok=True)  # a link into a deleted cache
         cached = find_snapshot(recipe.model.hub, "model", "model.hub")
@@ -271,7 +272,7 @@ def write_run_inputs(
     ensure_admin_key(paths.admin_key)
     ensure_service_key(paths.service_key)
     return PlanInputs(
-        train_tasks=count_materialized_rows(train),
+        train_tasks=count_materialized_rows(train) if recipe.train_dataset else 0,
         tasks_by_evaluation_set={
             held_out.name: count_materialized_rows(paths.evaluation_tasks(held_out.name))
             for held_out in recipe.evaluation_sets
@@ -285,8 +286,7 @@ def write_run_inputs(
 def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
     with demonstrations.open() as stream:
         for _, line in zip(range(MAX_TOKENIZER_TRAINING_ROWS), stream, strict=False):
-            for message in json.loads(line)["messages"]:
-                yield message["content"]
+            yield from parse_demonstration(json.loads(line)).list_texts()
 
 
 def create_attempt_log_dir(paths: RunPaths) -> int:
@@ -305,6 +305,9 @@ def check_recipe_changes(
     if not paths.recipe.exists():
         return
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
+    immutable = set(IMMUTABLE_RECIPE_KEYS)
+    if before.get("train_dataset", "") is None:  # a run of SFT alone goes on with its tasks
+        immutable.remove("train_dataset")
     problems = [
         Problem(
             f"{key} cannot change: this run was started with {before.get(key)!r}, "
@@ -313,7 +316,7 @@ def check_recipe_changes(
             "use another trial_name, or --fresh to start over",
         )
         for key in changed
-        if is_key_within(key, IMMUTABLE_RECIPE_KEYS)
+        if is_key_within(key, immutable)
     ]
     if problems:
         raise RecipeError.from_problems(problems)
@@ -379,7 +382,7 @@ def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
     return tree
 
 
-def is_key_within(key: str, known_keys: Sequence[str]) -> bool:
+def is_key_within(key: str, known_keys: Collection[str]) -> bool:
     return any(key == known or key.startswith(f"{known}.") for known in known_keys)
 
 
@@ -429,6 +432,8 @@ def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
     """Return whether the run has taken all the steps of the current recipe."""
     if not paths.finished_marker.exists():
         return False
+    if recipe.train_dataset is None:
+        return paths.sft_export.exists()
     rows = read_metrics(paths.metrics)
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 

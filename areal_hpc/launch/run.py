@@ -198,7 +198,8 @@ def _read_run_result(
     paths: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
 ) -> RunResult:
     view = RunView(paths)
-    last = view.steps[-1] if view.steps else {}
+    rows = view.sft if view.is_sft_alone else view.steps
+    last = rows[-1] if rows else {}
     evaluations = view.evaluations
     return RunResult(
         paths.root,

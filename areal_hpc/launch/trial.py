@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import yaml
 
+from areal_hpc.dataset.demonstrations import parse_demonstration
 from areal_hpc.dataset.sources import encode_row, iterate_task_rows
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.config import build_role_variables, get_interpreters
@@ -123,14 +124,14 @@ def _require_sglang(url: str) -> None:
 
 def _write_first_tasks(recipe: Recipe, count: int, paths: RunPaths) -> None:
     """Write the first tasks, as many of each source, one source after another."""
-    sources = recipe.train_dataset.list_sources("train_dataset")
+    sources = recipe.train_sources
     rows, sizes = list[dict[str, Any]](), list[int]()
     for number, (source, key) in enumerate(sources):
         share = (count + number) // len(sources)  # the last sources have one more
         rows += islice(iterate_task_rows(source, key), share)
         sizes.append(len(rows) - sum(sizes))
     if not rows:
-        descriptions = ", ".join(source.describe_source() for source, _ in sources)
+        descriptions = ", ".join(source.describe_source() for source, _ in sources) or "no source"
         hint = "name a source that has at least one row"
         raise RecipeError(f"{descriptions}: no rows", key="train_dataset", hint=hint)
     lines = [encode_row(row, number, "train_dataset") for number, row in enumerate(rows)]
@@ -152,6 +153,6 @@ def _get_model_dir(recipe: Recipe, paths: RunPaths) -> Path:
     if (RunPaths(recipe.run_dir).starting_model_dir / "config.json").is_file():
         return RunPaths(recipe.run_dir.resolve()).starting_model_dir
     rows = islice(iterate_task_rows(recipe.sft.dataset, "sft.dataset"), MAX_TOKENIZER_TRAINING_ROWS)
-    texts = [message["content"] for row in rows for message in row["messages"]]
+    texts = [text for row in rows for text in parse_demonstration(row).list_texts()]
     make_tiny_model(paths.starting_model_dir, texts, seed=recipe.seed, **model.tiny.model_dump())
     return paths.starting_model_dir

@@ -382,7 +382,7 @@ async def _play_tasks(config: TrialConfig, agents: Sequence[Agent], cell: TrialC
     proxy = AsyncServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(rollout.episode_timeout_s)
     tasks = TaskSet.read(paths.dataset("train"))
-    names = job.recipe.train_dataset.source_names
+    names = job.recipe.train_source_names
     sources = TrainSources.read(paths.train_source_sizes, names)
     sandboxes = None
     if not workers:

@@ -31,7 +31,7 @@ class LedgerJobConfig(ProcessConfig):
     def task_sources(self) -> tuple[TaskSource, ...]:
         if not self.tasks_of_sources:
             return (TaskSource(self.n_train_tasks),)
-        sources = zip(self.tasks_of_sources, self.recipe.train_dataset.sources, strict=True)
+        sources = zip(self.tasks_of_sources, self.recipe.train_mixture, strict=True)
         return tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources)
 
     @property

@@ -55,7 +55,7 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
                 f"{key} plays each task {item.n_samples} times at temperature 0, and all samples "
                 f"come out alike; set {key}.sampling"
             )
-    for source, key in recipe.train_dataset.list_sources("train_dataset"):
+    for source, key in recipe.train_sources:
         is_reasoning_gym = (source.generator or "").endswith(":make_reasoning_tasks")
         name = str(source.kwargs.get("name"))
         if is_reasoning_gym and (score := JUNK_SCORES.get(name)):
@@ -131,6 +131,13 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "add an sft section, or set model.path to an existing model",
         )
     trainer, parallel = recipe.trainer, recipe.trainer.parallel
+    if recipe.sft is not None and recipe.sft.lora is not None and parallel.shard_parameters:
+        yield Problem(
+            "sft.lora and trainer.parallel.shard_parameters exclude each other: each rank has the "
+            "whole frozen base",
+            "sft.lora",
+            "leave one of them out",
+        )
     undivided = f"trainer.batch_size={trainer.batch_size} is not divisible by trainer"
     if trainer.batch_size % trainer.minibatches:
         message = f"{undivided}.minibatches={trainer.minibatches}"
@@ -198,7 +205,8 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    if rollout.agent.mode != "online" and not rollout.workflow:
+    has_episodes = recipe.train_dataset is not None or bool(recipe.evaluation_sets)
+    if has_episodes and rollout.agent.mode != "online" and not rollout.workflow:
         key = "rollout.workflow"
         yield Problem("this key is required", key, f"add {key}=... to the recipe")
     if evaluation.workflow_kwargs and not evaluation.workflow:
@@ -212,7 +220,7 @@ def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             "add a valid_dataset (not available with mode=online) or set "
             "evaluation.separate_cell=false",
         )
-    if rollout.curriculum and any(source.weight != 1 for source in recipe.train_dataset.sources):
+    if rollout.curriculum and any(source.weight != 1 for source in recipe.train_mixture):
         yield Problem(
             "weights of train_dataset.sources are ignored when rollout.curriculum is set",
             "train_dataset.sources",
@@ -255,7 +263,7 @@ def _find_online_conflicts(recipe: Recipe) -> Iterator[Problem]:
         ),
         (evaluation.workflow, "evaluation.workflow", no_held_out, "leave it out"),
         (
-            any(source.workflow for source in recipe.train_dataset.sources),
+            any(source.workflow for source in recipe.train_mixture),
             "train_dataset.sources",
             runs_agent,
             "leave their workflow out",

@@ -35,6 +35,7 @@ EXCLUSIVE_KEYS = {
     "train_dataset": TrainTaskSetConfig.source_keys,
     "valid_dataset": TaskSetConfig.source_keys,
     "sft.dataset": TaskSetConfig.source_keys,
+    "sft.evaluation.dataset": TaskSetConfig.source_keys,
 }
 """Sections that name a source by exactly one of several keys."""
 DEPENDENT_KEYS_BY_SOURCE = {

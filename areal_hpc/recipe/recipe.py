@@ -61,11 +61,22 @@ class ModelConfig(BaseConfig):
         return self
 
 
-class SftStageConfig(SftConfig):
-    """Supervised fine-tuning on demonstrations, before reinforcement learning."""
+class SftEvaluationConfig(BaseConfig):
+    """Loss on held-out demonstrations."""
 
     dataset: TaskSetConfig
-    """Rows `{"messages": [...]}`; the last message, the assistant's, is learned."""
+    """Held-out demonstrations; keys as in `sft.dataset`."""
+    every_steps: Annotated[int, Field(ge=1)] = 100
+    """Steps between evaluations; the last step is always evaluated."""
+
+
+class SftStageConfig(SftConfig):
+    """Supervised fine-tuning on demonstrations, before reinforcement learning or alone."""
+
+    dataset: TaskSetConfig
+    """Rows with `messages`, or `prompt` and `completion`, and maybe `tools` (docs/sft.md)."""
+    evaluation: SftEvaluationConfig | None = None
+    """Loss on held-out demonstrations; null: none."""
 
 
 class Recipe(BaseConfig):
@@ -81,19 +92,19 @@ class Recipe(BaseConfig):
     """Nodes, containers and Slurm options of the jobs."""
     model: ModelConfig
     """Initial model of the policy."""
-    train_dataset: TrainTaskSetConfig
-    """Training tasks."""
+    train_dataset: TrainTaskSetConfig | None = None
+    """Training tasks; null: no reinforcement learning, only `sft`."""
     valid_dataset: TaskSetConfig | None = None
     """Held-out tasks; without them and `evaluation.sets` there is no evaluation."""
     sft: SftStageConfig | None = None
-    """Supervised fine-tuning before reinforcement learning."""
+    """Supervised fine-tuning before reinforcement learning, or alone."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the weights on held-out tasks."""
     inference: InferenceConfig = InferenceConfig()
     """Cells of SGLang servers."""
     proxy: ProxyConfig = ProxyConfig()
     """Proxy between agents and SGLang."""
-    rollout: RolloutConfig
+    rollout: RolloutConfig = RolloutConfig()
     """The user's agent and its episodes."""
     reward: RewardConfig = RewardConfig()
     """Isolation of rewards that run programs of the model."""
@@ -112,11 +123,37 @@ class Recipe(BaseConfig):
         return apply_preset(values) if isinstance(values, Mapping) else values
 
     @property
+    def train_sources(self) -> list[tuple[TaskSetConfig, str]]:
+        """Sources of training tasks, each with its key in the recipe."""
+        tasks = self.train_dataset
+        return [] if tasks is None else tasks.list_sources("train_dataset")
+
+    @property
+    def train_mixture(self) -> tuple[MixtureSourceConfig, ...]:
+        """Sources of training tasks that are mixed by weight; empty if there is only one."""
+        return () if self.train_dataset is None else self.train_dataset.sources
+
+    @property
+    def train_source_names(self) -> tuple[str, ...]:
+        """Names of the sources that are mixed, or their numbers."""
+        return () if self.train_dataset is None else self.train_dataset.source_names
+
+    @property
+    def demonstrations(self) -> dict[str, TaskSetConfig]:
+        """Sources of demonstrations, by their key in the recipe."""
+        if self.sft is None:
+            return {}
+        held_out = self.sft.evaluation
+        return {"sft.dataset": self.sft.dataset} | (
+            {} if held_out is None else {"sft.evaluation.dataset": held_out.dataset}
+        )
+
+    @property
     def task_sets_with_keys(self) -> list[tuple[TaskSetConfig, str]]:
         """All sources of tasks and demonstrations, each with its key in the recipe."""
-        sources = self.train_dataset.list_sources("train_dataset")
+        sources = self.train_sources
         sources += [(item.dataset, item.dataset_key) for item in self.evaluation_sets]
-        return sources + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
+        return sources + [(source, key) for key, source in self.demonstrations.items()]
 
     @property
     def agents(self) -> list[tuple[str, dict[str, Any]]]:
@@ -124,15 +161,13 @@ class Recipe(BaseConfig):
         sections: list[
             RolloutConfig | EvaluationConfig | EvaluationSetConfig | MixtureSourceConfig
         ] = [self.rollout, self.evaluation, *self.evaluation.sets.values()]
-        sections += self.train_dataset.sources
+        sections += self.train_mixture
         return [(part.workflow, part.workflow_kwargs) for part in sections if part.workflow]
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """All sets of held-out tasks, that of `valid_dataset` first."""
-        return resolve_evaluation_sets(
-            self.evaluation, self.valid_dataset, self.train_dataset.sources
-        )
+        return resolve_evaluation_sets(self.evaluation, self.valid_dataset, self.train_mixture)
 
     @property
     def episode_slots_per_cell(self) -> int:

@@ -29,7 +29,7 @@ def resolve_source_objectives(recipe: Recipe) -> list[ObjectiveConfig]:
         RecipeError: Keys are unknown, the same for all sources, or do not fit together.
     """
     base, objectives, problems = recipe.trainer.objective, list[ObjectiveConfig](), list[Problem]()
-    for number, source in enumerate(recipe.train_dataset.sources):
+    for number, source in enumerate(recipe.train_mixture):
         key, own = f"train_dataset.sources.{number}.objective", source.objective
         objectives.append(base)
         if shared := list(_find_shared_keys(base, own, key)):

@@ -62,7 +62,7 @@ def build_source_agents(recipe: Recipe) -> list[Agent | None]:
     """Build the agents of the training set's sources; None for those that `rollout` names."""
     return [
         build_agent(recipe.rollout.agent, source.workflow, source.workflow_kwargs)
-        for source in recipe.train_dataset.sources
+        for source in recipe.train_mixture
     ]
 
 
@@ -102,7 +102,7 @@ async def _drive_cell(
         http_client=http_client,
         events=events,
         sandboxes=sandboxes,
-        sources=TrainSources.read(paths.train_source_sizes, recipe.train_dataset.source_names),
+        sources=TrainSources.read(paths.train_source_sizes, recipe.train_source_names),
         source_agents=[agent or agents[TRAIN] for agent in source_agents],
     )
     load_reader = EngineLoadReader(paths.rendezvous_dir, job.cell, key)

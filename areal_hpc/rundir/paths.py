@@ -136,6 +136,10 @@ class RunPaths(_Folder):
     def dataset(self, split: str) -> Path:
         return self.data_dir / f"{split}.jsonl"
 
+    def demonstrations(self, key: str) -> Path:
+        """Path of the demonstrations at a key of the recipe, such as `sft.dataset`."""
+        return self.dataset(key.removesuffix(".dataset").replace(".", "_"))
+
     def job(self, job_name: str) -> JobPaths:
         return JobPaths(self.jobs_dir / job_name)
 

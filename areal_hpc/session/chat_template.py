@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -46,12 +47,18 @@ _TOOL_CONVERSATION: list[Message] = [
 """Conversation with which the behavior of a template is tested."""
 
 
+_GENERATION_MARK = "generation_mark"
+"""Variable whose text stands at both ends of a `{% generation %}` block; unset: nothing does."""
+
+
 class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        block = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        mark = nodes.Output([nodes.Name(_GENERATION_MARK, "load")]).set_lineno(line)
+        return [mark, *block, mark]
 
 
 class _JinjaSandbox(ImmutableSandboxedEnvironment):
@@ -101,10 +108,11 @@ class ChatTemplate:
         self._numbers_calls = _KIMI_MARK in template_source
         try:
             self._template = environment.from_string(template_source)
-            self.variables = frozenset(
-                meta.find_undeclared_variables(environment.parse(template_source))
-            )
+            names = meta.find_undeclared_variables(environment.parse(template_source))
+            self.variables = frozenset(names - {_GENERATION_MARK})
             """Names that the template reads from its environment or a request."""
+            self.marks_replies = _GENERATION_MARK in names
+            """Whether `{% generation %}` blocks say what a model writes."""
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(
                 f"the chat template does not parse: {error}",
@@ -172,6 +180,17 @@ class ChatTemplate:
             except ChatTemplateError as error:
                 errors.append(error)
         raise errors[0]
+
+    def render_marked(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the ranges of its `{% generation %}` blocks."""
+        mark = secrets.token_hex(16)
+        variables = {_GENERATION_MARK: mark}
+        text = self.render_prompt(messages, tools=tools, variables=variables, opens_reply=False)
+        parts = text.split(mark)
+        ends = [*itertools.accumulate(map(len, parts))]
+        return "".join(parts), [*zip(ends[0::2], ends[1::2], strict=False)]
 
     def _iterate_forms(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
         yield messages

@@ -117,7 +117,9 @@ class SftJobConfig(RankJobConfig):
     ENTRY = "areal_hpc.trainer.sft:run"
 
     dataset_path: Path
-    """JSON lines `{"messages": [...]}`; the last message, the assistant's, is trained on."""
+    """Demonstrations (`areal_hpc/dataset/demonstrations.py`)."""
+    evaluation_path: Path | None = None
+    """Held-out demonstrations."""
 
 
 class CollectivesRequest(Struct, frozen=True):

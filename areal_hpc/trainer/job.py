@@ -86,7 +86,7 @@ def _run_training(
         generation=generation, seed=recipe.seed, check_generation=check_generation,
         is_stop_requested=lambda: stop.requested,
         keep_best=resolve_keep_best(recipe.evaluation, recipe.evaluation_sets),
-        sources=TrainSources.read(paths.train_source_sizes, recipe.train_dataset.source_names),
+        sources=TrainSources.read(paths.train_source_sizes, recipe.train_source_names),
         source_objectives=resolve_source_objectives(recipe),
     )  # fmt: skip
     nodes = gather_objects_on_first_rank(get_task_position().node_rank, int)
@@ -222,7 +222,7 @@ def _train_on_recorded_batches(
         generation=forks[-1].generation, seed=job.recipe.seed,
         is_stop_requested=lambda: stop.requested,
         sources=TrainSources.read(
-            paths.train_source_sizes, job.recipe.train_dataset.source_names
+            paths.train_source_sizes, job.recipe.train_source_names
         ),
         source_objectives=resolve_source_objectives(job.recipe),
     )  # fmt: skip

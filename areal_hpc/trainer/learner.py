@@ -69,7 +69,7 @@ from areal_hpc.trainer.collectives import (
 )
 from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
-from areal_hpc.trainer.model.families.lora import initialize_adapter
+from areal_hpc.trainer.model.families.lora import initialize_adapter, seed_dropout
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
@@ -221,9 +221,8 @@ class Learner:
                 for part in minibatches
             ]
         self._annotator.begin_step(batch, rows, len(parts), self.state)
-        if config.lora is not None:  # dropout of a step must not depend on when it runs
-            seeds = np.random.SeedSequence((self.state.seed, self.state.step, dist.get_rank()))
-            torch.manual_seed(int(seeds.generate_state(1)[0]))
+        if config.lora is not None:
+            seed_dropout(self.state.seed, self.state.step)
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with self._raise_out_of_memory_as_recipe_error():

@@ -1,12 +1,9 @@
 """Supervised fine-tuning on demonstrations, one process per rank: `areal_hpc.trainer.sft:run`."""
 
 import gc
-import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,16 +11,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.dataset.demonstrations import read_demonstrations
 from areal_hpc.jobs.processes.process_setup import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
-from areal_hpc.rundir.checkpoints import TrainerState
+from areal_hpc.rundir.checkpoints import TrainerState, digest_base
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.jobs import is_cancelled_without_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import record_state_entry
-from areal_hpc.session.chat_template import ChatTemplate, Message
-from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.trainer.batch.demonstration_rows import DemonstrationTokenizer
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.untrained import (
     build_norm_metrics,
@@ -31,15 +28,21 @@ from areal_hpc.trainer.batch.untrained import (
     record_skipped_steps,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.collectives import is_true_on_any_rank
+from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error
 from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.families.lora import initialize_adapter, seed_dropout
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, TrainedNetwork, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.process_groups import run_rank
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, train_step
+from areal_hpc.trainer.step import (
+    MicroBatch,
+    make_micro_batches_of_this_rank,
+    run_forward_backward,
+    train_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +57,9 @@ def run(config: dict[str, Any]) -> None:
 
 
 def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: StopRequest) -> bool:
-    arch = read_architecture(job.model_path)
-    config = job.recipe.trainer
+    assert job.recipe.sft is not None
+    lora, config = job.recipe.sft.lora, job.recipe.trainer
+    arch = read_architecture(job.model_path, lora)
     dtype = TORCH_DTYPE_BY_NAME[config.dtype]
     policy = build_policy(arch, config.parallel, dtype, device, config.activations)
     trainer = SftTrainer(job, paths, policy)
@@ -63,9 +67,12 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
     record_state_entry("train")
     finished = trainer.train(stop)
     record_state_entry("end")
-    if finished:
+    # It is there if a rank died after it was written.
+    if finished and not is_true_on_any_rank(paths.sft_export.exists()):
         save_hf_model(policy, job.model_path, paths.sft_export)
     trainer.checkpoints.close()
+    if finished and dist.get_rank() == 0 and job.recipe.train_dataset is None:
+        write_atomic(paths.finished_marker, b"")
     return finished
 
 
@@ -78,18 +85,27 @@ class SftTrainer:
         self._policy = policy
         self._cancelled_marker = paths.cancelled_marker
         self.checkpoints = CheckpointStore(paths.sft_checkpoints_dir, MAX_KEPT_CHECKPOINTS)
-        self._tokenizer = ConversationTokenizer(job.model_path)
+        self._tokenizer = DemonstrationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
+        held_out = read_demonstrations(job.evaluation_path) if job.evaluation_path else []
+        self._held_out_rows = self._tokenizer.build_rows(held_out)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
-        self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.recipe.seed)
+        seed, base = job.recipe.seed, ""
+        if self._sft.lora is not None:
+            initialize_adapter(policy.gpt, seed)
+            base = broadcast_object(
+                digest_base(job.model_path) if dist.get_rank() == 0 else None, str
+            )
+        self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=seed, base=base)
         self._optimizer, checkpoint = self.checkpoints.restore_latest(
             policy,
             AdamConfig(**self._sft.optimizer.model_dump()),
             is_offloaded=job.recipe.trainer.offload.optimizer,
+            base=base,
         )
         if checkpoint is not None:
             self.state = msgspec.structs.replace(
-                checkpoint.state, seed=job.recipe.seed, parent=checkpoint.path.name
+                checkpoint.state, seed=seed, parent=checkpoint.path.name
             )
             logger.info("resuming the SFT stage after step %d", self.state.step)
         self._saved_step = self.state.step
@@ -124,9 +140,9 @@ class SftTrainer:
         seed = self._job.recipe.seed
         chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), seed)
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
-        batches = make_micro_batches_of_this_rank(
-            self._policy, rows, (), self._job.recipe.trainer.max_tokens_per_microbatch
-        )
+        batches = self._pack(rows)
+        if sft.lora is not None:
+            seed_dropout(seed, self.state.step)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         with raise_out_of_memory_as_recipe_error(self._policy, self._job.recipe.trainer):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
@@ -143,8 +159,9 @@ class SftTrainer:
         )
         if not is_optimizer_step_taken(norm):
             logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
-        total = stats.reduce_over_ranks(("loss", "tokens", "padded_tokens"), ()).sums
+        total = reduce_sft_stats(stats)
         seconds = time.perf_counter() - began
+        held_out = self._evaluate(step)
         if self._metrics is not None:
             self._metrics.write(
                 step,
@@ -152,12 +169,31 @@ class SftTrainer:
                     "loss": total["loss"] / max(1, total["tokens"]),
                     **build_norm_metrics([norm]),
                     "lr": rate,
+                    "rows": len(rows),
+                    "rows/rewritten": len(rows) - len(chosen),
                     "tokens/targets": int(total["tokens"]),
                     "tokens/trained": int(total["padded_tokens"]),
                     "throughput/trained_tokens_per_s": total["padded_tokens"] / seconds,
                     "time/step_s": round(seconds, 4),
+                    **held_out,
                 },
             )
+
+    def _pack(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
+        max_tokens = self._job.recipe.trainer.max_tokens_per_microbatch
+        return make_micro_batches_of_this_rank(self._policy, rows, (), max_tokens)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the loss on held-out demonstrations if it is due after this step. A collective."""
+        evaluation = self._sft.evaluation
+        if evaluation is None:
+            return {}
+        if step % evaluation.every_steps and step != self._sft.total_steps:
+            return {}
+        batches = self._pack(self._held_out_rows)
+        stats = run_forward_backward(self._policy, batches, compute_sft_loss, backward=False)
+        total = reduce_sft_stats(stats)
+        return {"eval/loss": total["loss"] / max(1, total["tokens"])}
 
     def _begin_checkpoint(self) -> None:
         path = self.checkpoints.begin_save(self._policy, self._optimizer, self.state)
@@ -177,39 +213,8 @@ def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Demonstration:
-    """Conversation in normal form that ends with an assistant's message."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    """Schemas of the tools that the prompt shows."""
-
-
-def read_demonstrations(path: Path) -> list[Demonstration]:
-    """Read the conversations of a JSON-lines file, each ending with an assistant's message."""
-    conversations: list[Demonstration] = []
-    with path.open() as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                conversations.append(_read_demonstration(line, f"{path}:{number}"))
-    if not conversations:
-        raise RecipeError("expected at least one demonstration, got none", key=str(path))
-    return conversations
-
-
-def _read_demonstration(line: str, location: str) -> Demonstration:
-    problem = "a demonstration is {'messages': [...]} ending with an assistant's message"
-    try:
-        demonstration = json.loads(line)
-        messages = [normalize_chat_message(message) for message in demonstration["messages"]]
-        ends_with_reply = bool(messages) and messages[-1]["role"] == "assistant"
-        tools: list[dict[str, Any]] | None = demonstration.get("tools") or None
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise RecipeError(f"{problem}: {error!r}", key=location) from error
-    if not ends_with_reply or not isinstance(tools, list | None):
-        raise RecipeError(f"{problem}; `tools` beside them is a list", key=location)
-    return Demonstration(messages, tools)
+def reduce_sft_stats(stats: LossStats) -> Mapping[str, float]:
+    return stats.reduce_over_ranks(("loss", "tokens", "padded_tokens"), ()).sums
 
 
 def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:
@@ -223,48 +228,3 @@ def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[
             orders[epoch] = np.random.default_rng((seed, epoch)).permutation(size)
         chosen.append(int(orders[epoch][offset]))
     return chosen
-
-
-class ConversationTokenizer:
-    """Tokenizer that turns conversations into rows with the model's own chat template.
-
-    Prompt and reply are tokenized separately, as in sampling. The reply ends with the end-of-turn
-    token; text that the template writes after it is never sampled and is left out.
-    """
-
-    def __init__(self, model_dir: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._template = ChatTemplate.from_model_dir(model_dir)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        self._end = self._tokenizer.eos_token_id
-
-    def build_rows(self, demonstrations: Sequence[Demonstration]) -> list[TrainingRow]:
-        """Build one row per conversation; only its last message is scored.
-
-        Raises:
-            RecipeError: The template changes the prompt when a reply follows.
-        """
-        render = self._template.render_prompt
-        prompts = [render(demo.messages[:-1], tools=demo.tools) for demo in demonstrations]
-        wholes = [
-            render(demo.messages, tools=demo.tools, opens_reply=False) for demo in demonstrations
-        ]
-        for prompt, whole in zip(prompts, wholes, strict=True):
-            if not whole.startswith(prompt):
-                raise RecipeError(
-                    "the chat template must keep the prompt as it is when a reply follows, "
-                    f"got {prompt[-80:]!r} and then {whole[: len(prompt)][-80:]!r}",
-                    key="model.path",
-                    hint="use a template without a thinking preamble",
-                )
-        replies = [whole[len(prompt) :] for prompt, whole in zip(prompts, wholes, strict=True)]
-        ids = self._tokenizer([*prompts, *replies], add_special_tokens=False)["input_ids"]
-        half, rows = len(prompts), []
-        for prompt, reply in zip(ids[:half], ids[half:], strict=True):
-            if self._end in reply:
-                reply = reply[: len(reply) - reply[::-1].index(self._end)]
-            loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)
-            loss_mask[len(prompt) :] = 1
-            rows.append(TrainingRow(np.array(prompt + reply, dtype=np.int32), loss_mask, {}))
-        return rows

@@ -25,7 +25,8 @@ def demonstrations(size: int, seed: int, p_hit: float = 0.75) -> Iterator[dict[s
     """Conversations up to some decision, which takes a card with probability `p_hit`."""
     rng = random.Random(seed)
     for _ in range(size):
-        yield {"messages": play_randomly(rng, p_hit)}
+        *prompt, decision = play_randomly(rng, p_hit)
+        yield {"prompt": prompt, "completion": [decision]}
 
 
 def play_randomly(rng: random.Random, p_hit: float) -> list[dict[str, str]]:

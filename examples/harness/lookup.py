@@ -52,7 +52,7 @@ def demonstrations(size: int, seed: int, p_look: float) -> Iterator[dict[str, An
         write = {"role": "assistant", "content": submit}
         if number % 2:
             seen = {"role": "user", "content": f"{item} {count}"}
-            yield {"messages": [*beginning, look, seen, write]}
+            yield {"prompt": [*beginning, look, seen], "completion": [write]}
         else:
             yield {"messages": [*beginning, look if rng.random() < p_look else write]}
 

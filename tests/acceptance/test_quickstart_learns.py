@@ -2,7 +2,7 @@
 
 Every run is judged on 1,024 held-out tasks. Runs that compare ages of tokens start from the same
 SFT model, one a seed, and get their rewards late, so that all a bound allows is in use. Writes
-`benchmarks/results/quickstart.json`, which `docs/learning.md` shows.
+`benchmarks/results/quickstart.json`, which `docs/learning.md` shows, and `sft_alone.json`.
 """
 
 import statistics
@@ -16,8 +16,9 @@ import pytest
 from areal_hpc.evaluation.set_names import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.view.evaluation_report import read_report
 from tests.support.commands import areal_hpc, said_by
-from tests.support.results import add_results, read_results
+from tests.support.results import add_results, read_results, write_results
 from tests.support.run_files import events_of
 from tests.support.small_run import started_from
 
@@ -157,6 +158,22 @@ def test_the_quick_start_learns_from_a_teacher_alone(
     run = train("opd", "variants/opd", seed, tmp_path, "sft=null", *models)
     assert run["start"] <= 0.45
     assert run["end"] >= 0.95
+
+
+def test_supervised_fine_tuning_alone_learns_in_a_run_that_is_judged_by_rewards(
+    tmp_path: Path,
+) -> None:
+    said_by(areal_hpc("run", "recipes/cpu_sft.yaml", f"cluster.fileroot={tmp_path}", timeout_s=900))
+    run = tmp_path / "quickstart" / "sft"
+    judged = (f"valid_dataset.kwargs.size={HELD_OUT_TASKS}", f"evaluation.tasks={HELD_OUT_TASKS}")
+    said_by(areal_hpc("eval", run, *judged, timeout_s=900))
+    (report,) = RunPaths(run).eval_command_runs_dir.glob("*/*/evaluation_report.json")
+    reward = read_report(report).sets["valid"].metrics["avg@1"].value
+    rows = read_readable_records(RunPaths(run).sft_metrics)
+    losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    write_results("sft_alone", {"held_out_reward": reward, "held_out_losses": losses})
+    assert reward >= 0.90
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", AGES)

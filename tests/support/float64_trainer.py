@@ -11,6 +11,7 @@ import transformers
 
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.recipe.sections.trainer import AdamConfig
+from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.loss_reference import Array, Tokens, aggregate, loss_and_gradient
 
@@ -29,6 +30,17 @@ def score_row(model: Any, row: TrajectoryRow) -> tuple[torch.Tensor, torch.Tenso
     is_trained = torch.from_numpy(row.loss_mask_T[1:] != 0)
     entropies_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return logprobs_TV.gather(-1, ids[1:, None])[is_trained, 0], entropies_T[is_trained]
+
+
+def compute_cross_entropy(model: Any, rows: Sequence[TrainingRow]) -> torch.Tensor:
+    """Compute the mean cross entropy of the tokens that the rows learn."""
+    terms = []
+    for row in rows:
+        ids = torch.from_numpy(row.input_ids_T).long()
+        logprobs_TV = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+        is_learned = torch.from_numpy(row.loss_mask_T[1:] != 0)
+        terms.append(-logprobs_TV.gather(-1, ids[1:, None])[is_learned, 0])
+    return torch.cat(terms).mean()
 
 
 def measure_gradient_norm(model: Any) -> float:
@@ -83,6 +95,14 @@ class Float64Trainer:
             norms.append(self._update())
         self._batches += 1
         return loss, max(norms)
+
+    def fine_tune(self, rows: Sequence[TrainingRow]) -> tuple[float, float]:
+        """Take one step on the cross entropy of what is learned; its loss and gradient norm."""
+        loss = compute_cross_entropy(self._model, rows)
+        loss.backward()
+        norm = self._update()
+        self._batches += 1
+        return loss.item(), norm
 
     def _update(self) -> float:
         """Take one step of AdamW with a clipped gradient; return the norm before clipping."""

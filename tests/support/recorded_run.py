@@ -112,23 +112,34 @@ def write_recipe(paths: RunPaths, trainer: dict[str, Any], **sections: Any) -> N
     write_role_recipe(paths, **(usual | sections))
 
 
-def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, Any]:
-    """The facts of an SFT stage of a recorded run, with demonstrations of these answers."""
-    demonstrations = root / "demonstrations.jsonl"
-    with demonstrations.open("w") as stream:
-        for question, answer in answers.items():
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-            stream.write(json.dumps({"messages": messages}) + "\n")
+def sft_config(
+    root: Path,
+    demonstrations: Mapping[str, str] | Sequence[Mapping[str, Any]],
+    parallel: Mapping[str, int] | None = None,
+    **sft: Any,
+) -> dict[str, Any]:
+    """The facts of an SFT stage of a recorded run, with answers to learn or whole rows."""
+    if isinstance(demonstrations, Mapping):
+        demonstrations = [
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+            for question, answer in demonstrations.items()
+        ]
+    file = root / "demonstrations.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
     paths = RunPaths(root)
-    sft_stage = {"dataset": {"path": str(demonstrations)}, **sft}
-    write_recipe(paths, {"device": "cpu", "dtype": "float32"}, seed=3, sft=sft_stage)
+    sft_stage = {"dataset": {"path": str(file)}, **sft}
+    trainer = {"device": "cpu", "dtype": "float32", "parallel": dict(parallel or {})}
+    write_recipe(paths, trainer, seed=3, sft=sft_stage)
     return {
         "run_dir": str(root),
         "model_path": str(paths.starting_model_dir),
-        "dataset_path": str(demonstrations),
+        "dataset_path": str(file),
+        "evaluation_path": str(file) if "evaluation" in sft else None,
     }
 
 

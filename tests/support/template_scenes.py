@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
@@ -85,12 +86,18 @@ class PlayedTurn:
     """Comparison of the prompt with the rendering of the whole conversation."""
 
 
-@cache
-def build_template_and_encoder(template_source: str) -> tuple[ChatTemplate, TokenEncoder]:
-    """Build a template, and a tokenizer for which each mark in it is one token."""
+def build_tokenizer(template_source: str) -> Tokenizer:
+    """Build a tokenizer for which each mark in a template is one token."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(sorted({*_MARK_PATTERN.findall(template_source)}))
-    return ChatTemplate(template_source, SPECIAL_TOKENS), TokenEncoder(tokenizer)
+    return tokenizer
+
+
+@cache
+def build_template_and_encoder(template_source: str) -> tuple[ChatTemplate, TokenEncoder]:
+    """Build a template, and the encoder of its tokenizer."""
+    encoder = TokenEncoder(build_tokenizer(template_source))
+    return ChatTemplate(template_source, SPECIAL_TOKENS), encoder
 
 
 def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[PlayedTurn]:

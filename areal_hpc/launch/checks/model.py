@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,11 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, path in (*list_frozen_models(recipe), *_list_critic_models(recipe)):
         if path is not None:
             yield from _find_side_network_problems(path, key, recipe)
+    if recipe.sft is not None and recipe.sft.lora is not None:
+        with suppress(RecipeError):  # reported already
+            arch = read_recipe_architecture(recipe, is_sft=True)
+            for problem in find_layout_problems(arch, recipe.trainer.parallel):
+                yield replace(problem, message=f"with sft.lora, {problem.message}")
     key_file = recipe.trainer.objective.teacher.api_key_file
     if key_file is not None:
         try:
@@ -211,12 +218,14 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
 
 
 def read_recipe_architecture(recipe: Recipe, *, is_sft: bool = False) -> Architecture:
-    """Read the recipe's network; with `is_sft` without an adapter, since SFT trains all weights.
+    """Read the recipe's network; with `is_sft`, or if SFT is all there is, as SFT trains it.
 
     Raises:
         RecipeError: The model's configuration is not on this machine.
     """
-    model, lora = recipe.model, None if is_sft else recipe.trainer.lora
+    model, lora = recipe.model, recipe.trainer.lora
+    if recipe.sft is not None and (is_sft or recipe.train_dataset is None):
+        lora = recipe.sft.lora
     if model.tiny is not None:
         config = build_tiny_architecture_config(TinySizes(**model.tiny.model_dump()))
         return parse_architecture(config, "model.tiny", lora)

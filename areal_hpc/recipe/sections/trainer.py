@@ -200,7 +200,7 @@ class TrainerConfig(BaseConfig):
     parallel: ParallelConfig = ParallelConfig()
     """Division of model and batch over ranks."""
     lora: LoraConfig | None = None
-    """Adapter that is trained instead of all weights (SFT trains all); null: none."""
+    """Adapter that is trained instead of all weights; null: none."""
     device: Device = "auto"
     """Device of trainer and servers; `auto` is the GPU if the node has one."""
     dtype: Dtype = "bfloat16"
@@ -268,7 +268,7 @@ class TrainerConfig(BaseConfig):
 
 
 class SftConfig(BaseConfig):
-    """Supervised fine-tuning before reinforcement learning."""
+    """Supervised fine-tuning."""
 
     total_steps: Annotated[int, Field(ge=1)]
     """Optimizer steps."""
@@ -278,3 +278,5 @@ class SftConfig(BaseConfig):
     """AdamW."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between checkpoints."""
+    lora: LoraConfig | None = None
+    """Adapter that SFT trains instead of all weights, which its export has merged; null: none."""

@@ -127,8 +127,13 @@ class RunView:
         return read_run_recipe(self.paths.recipe)
 
     @property
+    def is_sft_alone(self) -> bool:
+        return self.recipe.get("train_dataset", "") is None
+
+    @property
     def total_steps(self) -> int:
-        return int(self.recipe["trainer"].get("total_steps") or 0)
+        section = "sft" if self.is_sft_alone else "trainer"
+        return int(self.recipe[section].get("total_steps") or 0)
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
@@ -137,7 +142,8 @@ class RunView:
 
     @property
     def step(self) -> int:
-        return int(self.steps[-1]["step"]) if self.steps else 0
+        rows = self.sft if self.is_sft_alone else self.steps
+        return int(rows[-1]["step"]) if rows else 0
 
     @property
     def trained_rows(self) -> list[dict[str, Any]]:
@@ -251,7 +257,9 @@ class RunView:
     def checkpoint(self) -> tuple[int, float] | None:
         """Step and Unix time of the newest checkpoint."""
         # The audit reports damaged checkpoints.
-        checkpoints = list_checkpoints(self.paths.checkpoints_dir, problems=[])
+        paths = self.paths
+        folder = paths.sft_checkpoints_dir if self.is_sft_alone else paths.checkpoints_dir
+        checkpoints = list_checkpoints(folder, problems=[])
         return (checkpoints[-1].state.step, checkpoints[-1].written_at) if checkpoints else None
 
     @cached_property

@@ -66,7 +66,7 @@ def format_run_progress(view: RunView) -> list[str]:
             mean = format_metric(last["staleness/mean"], ".1f")
             lines.append(f"  staleness         {mean} mean, {last.get('staleness/max')} max")
     elif view.sft:
-        lines.append(f"  SFT               step {view.sft[-1]['step']}")
+        lines += _describe_sft(view.sft)
     checkpoint = "none yet"
     if view.checkpoint is not None:
         step, written_at = view.checkpoint
@@ -137,6 +137,8 @@ def summarize_run(view: RunView, program: str) -> str:
     `program` is the user's command for `areal-hpc`, in shell words.
     """
     paths, trained = view.paths, view.trained_rows
+    if view.is_sft_alone and view.sft:
+        return _summarize_sft(view, program)
     if not trained:
         return f"nothing trained yet in {paths.root}"
     last = trained[-1]
@@ -183,6 +185,28 @@ def summarize_run(view: RunView, program: str) -> str:
         f"  {program} shards verify {quoted}    # every digest checked",
         f"  {shlex.join([str(tensorboard), '--logdir', str(shown_as.tensorboard_dir)])}",
     ]
+    return "\n".join(lines)
+
+
+def _describe_sft(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for title, metric in (("SFT loss", "loss"), ("held-out loss", "eval/loss")):
+        values = [format_metric(row[metric], ".4f") for row in rows if metric in row]
+        if values:
+            lines.append(f"  {title:<17} {values[0]} -> {values[-1]}")
+    return lines
+
+
+def _summarize_sft(view: RunView, program: str) -> str:
+    root = view.paths.root
+    lines = [f"{view.paths.run_name}: {view.step} steps of supervised fine-tuning"]
+    lines += [*_describe_sft(view.sft), f"  run directory     {root}"]
+    if view.paths.sft_export.is_dir():
+        lines.append(f"  trained model     {view.paths.sft_export}")
+    lines.append("try next:")
+    if get_recipe_value(view.recipe, "valid_dataset"):
+        lines.append(f"  {program} eval {shlex.quote(str(root))}    # held-out tasks, with rewards")
+    lines.append(f"  {program} view {shlex.quote(str(root))}    # the curve in a browser")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ def test_every_recipe_is_planned_by_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a checkout's folders are not looked at
     assert exit_code_of("plan", name) == 0
-    assert "job trainer: " in capsys.readouterr().out
+    assert "\n  job " in capsys.readouterr().out
 
 
 def test_the_list_has_every_recipe_quick_start_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,11 @@
-"""Sequences are packed for ranks with their masks; lines of a file become demonstrations."""
+"""Sequences are packed for ranks with their masks."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.errors import RecipeError
-from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.batch.packing import (
     PackParallelism,
     TrainingRow,
@@ -21,9 +13,7 @@ from areal_hpc.trainer.batch.packing import (
     compute_padded_length,
     plan_packs,
 )
-from areal_hpc.trainer.sft import ConversationTokenizer, Demonstration, read_demonstrations
 from areal_hpc.wire.trajectory import SamplingMask
-from tests.support.chatml import TRAINING_TEXT
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=30)
 SPLITS = st.builds(PackParallelism, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
@@ -127,53 +117,3 @@ def test_predicted_tokens_keep_masks_in_place(lengths: list[int], split: PackPar
         if row.sampling_mask is not None
     ]
     assert count == sum(counted)
-
-
-GOOD = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-
-
-def test_blank_lines_are_no_demonstrations(tmp_path: Path) -> None:
-    path = tmp_path / "sft.jsonl"
-    path.write_text(f"{json.dumps({'messages': GOOD})}\n\n  \n")
-    assert read_demonstrations(path) == [Demonstration(GOOD)]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "not JSON",
-        "[]",
-        "{}",
-        '{"messages": []}',
-        '{"messages": "text"}',
-        '{"messages": [{"role": "user", "content": "1 + 1"}]}',
-        '{"messages": [{"content": "2"}]}',
-        '{"messages": [{"role": "assistant", "content": "2"}], "tools": "add"}',
-    ],
-)
-def test_another_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "sft.jsonl"
-    path.write_text(f"{json.dumps({'messages': GOOD})}\n{line}\n")
-    with pytest.raises(RecipeError, match="ending with an assistant's message") as raised:
-        read_demonstrations(path)
-    assert raised.value.problems[0].key == f"{path}:2"
-
-
-def test_tools_and_earlier_turns_are_in_the_prompt_as_agents_read_them(tmp_path: Path) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-    messages: list[Any] = [
-        {"role": "user", "content": "1 + 1"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": "RESULT"},
-        {"role": "assistant", "content": "2"},
-    ]
-    path = tmp_path / "sft.jsonl"
-    path.write_text(json.dumps({"messages": messages, "tools": [{"name": "add"}]}))
-    model = tmp_path / "model"
-    make_tiny_model(model, TRAINING_TEXT * 20, seed=5)
-    (row,) = ConversationTokenizer(model).build_rows(read_demonstrations(path))
-    text = TokenEncoder.from_model_dir(model).decode(row.input_ids_T.tolist())
-    prompt, _, reply = text.rpartition("<|im_start|>assistant\n")
-    assert '{"name": "add"}' in prompt
-    assert "RESULT" in prompt
-    assert reply.startswith("2<|im_end|>")

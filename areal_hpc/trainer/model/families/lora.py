@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from areal_hpc.errors import RecipeError
@@ -76,6 +78,12 @@ def initialize_adapter(causal_lm: torch.nn.Module, seed: int) -> None:
         layer.reset_lora_parameters(_NAME, True)
         for lengths in layer.lora_magnitude_vector.values():
             lengths.weight.copy_(layer.get_base_layer().weight.float().norm(dim=1))
+
+
+def seed_dropout(seed: int, step: int) -> None:
+    """Make an adapter's dropout in a step depend on the step alone, not on when it runs."""
+    seeds = np.random.SeedSequence((seed, step, dist.get_rank()))
+    torch.manual_seed(int(seeds.generate_state(1)[0]))
 
 
 @contextmanager
