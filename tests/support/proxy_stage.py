@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -55,6 +56,7 @@ from tests.support.waiting import wait_for
 
 PATIENCE_S = 180.0
 """Time limit of any wait, on however busy a machine."""
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class Stage:
@@ -254,11 +256,20 @@ class Stage:
 
     # A driver's calls -----------------------------------------------------------------------
 
-    def post(self, route: str, body: Any, key: str | None = None) -> httpx.Response:
-        """A call with a key, or with the driver's."""
-        content = msgspec.json.encode(body)
-        headers = {"authorization": f"Bearer {key or self.driver_key}"}
-        return self.http.post(f"{self.url}{route}", content=content, headers=headers)
+    def post(
+        self, route: str, body: Any, key: str | None = None, headers: Mapping[str, str] = NO_HEADERS
+    ) -> httpx.Response:
+        """A call with a key, or with the driver's. Bytes are sent as they are."""
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        authorized = {"authorization": f"Bearer {key or self.driver_key}", **headers}
+        return self.http.post(f"{self.url}{route}", content=content, headers=authorized)
+
+    def stream(
+        self, route: str, body: Mapping[str, Any], key: str, headers: Mapping[str, str] = NO_HEADERS
+    ) -> AbstractContextManager[httpx.Response]:
+        authorized = {"authorization": f"Bearer {key}", **headers}
+        content = {**body, "stream": True}
+        return self.http.stream("POST", f"{self.url}{route}", json=content, headers=authorized)
 
     def begin(self, route: str, body: Any, key: str | None = None) -> http.client.HTTPConnection:
         """A call that waits at the proxy on return; its answer comes by this connection."""

@@ -1,4 +1,4 @@
-"""Minimal request of every dialect, and readers of a proxy's streams and metrics."""
+"""Minimal request of every dialect, calls of clients, and readers of streams and metrics."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from areal_hpc.session.tree import Interaction, unpack_ids
 from tests.support.proxy_stage import Stage
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -19,14 +20,12 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 def ask_least(stage: Stage, key: str, route: str, **more: Any) -> httpx.Response:
-    """Send the minimal request, with further fields."""
     answer = stage.post(f"/v1{route}", {**LEAST[route], **more}, key)
     assert answer.status_code == 200, (more, answer.text)
     return answer
 
 
 def turn(reply: str, question: str = "and 1?") -> list[Any]:
-    """Return the messages that continue a conversation."""
     return [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
 
 
@@ -62,3 +61,15 @@ def assert_refused(answer: httpx.Response, route: str, name: str) -> str:
         shown, _, message = message.partition(": ")
     assert shown == name.replace("[]", "[0]")
     return message
+
+
+def generate_reply(stage: Stage, key: str, like: Interaction, **sampling: Any) -> None:
+    assert like.parent_id is None
+    body = {"input_ids": unpack_ids(like.new_ids).tolist(), "sampling_params": sampling}
+    assert stage.post("/generate", body, key).status_code == 200
+
+
+def change_call(call: Interaction, **fields: Any) -> dict[str, Any]:
+    """The call as a client that records its own calls would send it, with some fields replaced."""
+    sent = {name: getattr(call, name) for name in call.__struct_fields__}
+    return sent | {"interaction_id": "made-up"} | fields

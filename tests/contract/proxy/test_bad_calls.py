@@ -15,6 +15,7 @@ from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.parsers import ToolGrammarRequest
 from areal_hpc.wire.replicas import ReplicaView
 from tests.contract.proxy.talk import counted
+from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
@@ -136,7 +137,7 @@ def test_sessions_that_start_are_spread(own_stage: Stage, servers: list[Scripted
 
 
 def test_refusals_are_counted_and_logged_once_a_client(stage: Stage, key: str) -> None:
-    headers = {"authorization": f"Bearer {key}", "user-agent": "sparkle-cli/2.1"}
+    headers = {"user-agent": "sparkle-cli/2.1"}
     body = {"messages": [{"role": "user", "content": "hi"}], "temprature": 1}
     pattern = r'areal_hpc_proxy_refusals_total\{route="/chat/completions",status="400"\} (\d+)'
 
@@ -146,7 +147,7 @@ def test_refusals_are_counted_and_logged_once_a_client(stage: Stage, key: str) -
 
     before = count()
     for _ in range(3):
-        answer = stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers)
+        answer = stage.post("/v1/chat/completions", body, key, headers)
         assert answer.status_code == 400
     assert count() == before + 3
     line = "/chat/completions: client 'sparkle-cli/2.1' gets status 400 for 'temprature'"
@@ -154,30 +155,22 @@ def test_refusals_are_counted_and_logged_once_a_client(stage: Stage, key: str) -
 
 
 PATIENCE_S = scaled(60.0)
-BROKEN = """#!/bin/sh
+BROKEN = """
 echo started >> "$0.starts"
 echo '{}'
 read -r request
 echo 'Traceback of something'
 exec cat > /dev/null
 """
-STUCK = """#!/bin/sh
+STUCK = """
 echo started >> "$0.starts"
 echo '{}'
 exec sleep 600
 """
-SLOW = """#!/bin/sh
+SLOW = """
 echo $$ >> "$0.starts"
 exec sleep 600
 """
-
-
-def write_program(folder: Path, text: str) -> Path:
-    """Write the program that runs in place of SGLang's Python."""
-    program = folder / "python"
-    program.write_text(text)
-    program.chmod(0o700)
-    return program
 
 
 def read_starts(program: Path) -> list[str]:
@@ -185,44 +178,38 @@ def read_starts(program: Path) -> list[str]:
     return starts.read_text().splitlines() if starts.exists() else []
 
 
-def test_calls_do_not_wait_for_a_parser_process_that_went_wrong(tmp_path: Path) -> None:
-    program = write_program(tmp_path, BROKEN)
-
-    async def ask_twice() -> None:
-        parsers = ParserProcessClient(str(program), "qwen", None)
-        try:
-            for _ in range(2):
-                request = ToolGrammarRequest(parsers.allocate_id(), [], "", True, None, True)
-                with pytest.raises(ParserLostError):
-                    await asyncio.wait_for(parsers.send_request(request), PATIENCE_S)
-        finally:
-            await parsers.close()
-
-    asyncio.run(ask_twice())
+@pytest.mark.asyncio
+async def test_calls_do_not_wait_for_a_parser_process_that_went_wrong(tmp_path: Path) -> None:
+    program = write_program(tmp_path / "python", BROKEN)
+    parsers = ParserProcessClient(str(program), "qwen", None)
+    try:
+        for _ in range(2):
+            request = ToolGrammarRequest(parsers.allocate_id(), [], "", True, None, True)
+            with pytest.raises(ParserLostError):
+                await asyncio.wait_for(parsers.send_request(request), PATIENCE_S)
+    finally:
+        await parsers.close()
     assert len(read_starts(program)) == 2
 
 
-def test_a_text_that_parsers_find_no_end_with_is_kept_as_it_is(tmp_path: Path) -> None:
-    program = write_program(tmp_path, STUCK)
-
-    async def read_whole_then_streamed() -> None:
-        parsers = ParserProcessClient(str(program), "qwen", None, answer_timeout_s=0.6)
-        try:
-            parser = parsers.build_reply_parser([], "")
-            content = await asyncio.wait_for(parser.feed("[f(a=1, ", is_last=True), PATIENCE_S)
-            assert content == ReplyContent("[f(a=1, ")
-            streamed = parsers.build_reply_parser([], "")
-            with pytest.raises(ProxyRequestError, match=r"took longer than 0\.6 s"):
-                await asyncio.wait_for(streamed.feed("[f("), PATIENCE_S)
-        finally:
-            await parsers.close()
-
-    asyncio.run(read_whole_then_streamed())
+@pytest.mark.asyncio
+async def test_a_text_that_parsers_find_no_end_with_is_kept_as_it_is(tmp_path: Path) -> None:
+    program = write_program(tmp_path / "python", STUCK)
+    parsers = ParserProcessClient(str(program), "qwen", None, answer_timeout_s=0.6)
+    try:
+        parser = parsers.build_reply_parser([], "")
+        content = await asyncio.wait_for(parser.feed("[f(a=1, ", is_last=True), PATIENCE_S)
+        assert content == ReplyContent("[f(a=1, ")
+        streamed = parsers.build_reply_parser([], "")
+        with pytest.raises(ProxyRequestError, match=r"took longer than 0\.6 s"):
+            await asyncio.wait_for(streamed.feed("[f("), PATIENCE_S)
+    finally:
+        await parsers.close()
     assert len(read_starts(program)) == 2, "the text was not given to another process"
 
 
 def test_a_client_that_leaves_while_parsers_start_leaves_no_process(tmp_path: Path) -> None:
-    program = write_program(tmp_path, SLOW)
+    program = write_program(tmp_path / "python", SLOW)
 
     async def start_and_leave() -> None:
         parsers = ParserProcessClient(str(program), "qwen", None)
@@ -240,12 +227,13 @@ def test_a_client_that_leaves_while_parsers_start_leaves_no_process(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("#!/bin/sh\nexit 3\n", "ended at their start"), (SLOW, "did not start within 0.2 s")],
+    [("exit 3", "ended at their start"), (SLOW, "did not start within 0.2 s")],
 )
 def test_parsers_that_do_not_start_say_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str
 ) -> None:
     monkeypatch.setattr(tool_parsers, "START_TIMEOUT_S", 0.2 if text is SLOW else PATIENCE_S)
-    parsers = ParserProcessClient(str(write_program(tmp_path, text)), "qwen", None)
+    program = write_program(tmp_path / "python", text)
+    parsers = ParserProcessClient(str(program), "qwen", None)
     with pytest.raises(ParserLostError, match=problem):
         uvloop.run(parsers.start())

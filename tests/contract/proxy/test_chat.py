@@ -1,6 +1,7 @@
 """The chat dialect works for the openai SDK, raw HTTP, and replies that a client began."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,7 @@ def test_an_oversized_body_is_refused_before_it_is_read(stage: Stage, key: str) 
 
 def test_wrong_keys_open_nothing(stage: Stage, key: str) -> None:
     for wrong in ("sk-", "sk-guess", key + "x", stage.admin_key):
-        answer = stage.http.post(
-            f"{stage.url}/v1/chat/completions",
-            json={"messages": QUESTION},
-            headers={"authorization": f"Bearer {wrong}"},
-        )
+        answer = stage.chat(wrong, QUESTION)
         assert answer.status_code == 401
         assert answer.json()["error"]["type"] == "authentication_error"
     for route in ("/rl/start_session", "/rl/finish_ticket", "/rl/seal"):
@@ -221,22 +218,18 @@ def test_what_the_template_prints_before_a_reply_precedes_its_beginning(tmp_path
     reasoning = "<think>\n\n</think>\n\n"
     shown = f"('{reasoning}' if loop.last and message.role == 'assistant' else '')"
     template = CHATML.replace("+ message.content", f"+ {shown} + message.content")
-    stage = Stage(tmp_path, model_dir=write_model_dir(tmp_path / "model", template=template))
-    try:
+    model_dir = write_model_dir(tmp_path / "model", template=template)
+    with closing(Stage(tmp_path, model_dir=model_dir)) as stage:
         ask(stage, stage.open_session()[1], "prefix")
         prompt = stage.prompt_of(stage.sglang.requests[-1])
         assert prompt.endswith(f"assistant\n{reasoning}It is")
-    finally:
-        stage.close()
 
 
 def test_a_template_that_hides_where_a_reply_begins_is_refused(tmp_path: Path) -> None:
     shown = "(message.content | upper if message.role == 'assistant' else message.content) +"
     template = CHATML.replace("message.content +", shown)
-    stage = Stage(tmp_path, model_dir=write_model_dir(tmp_path / "model", template=template))
-    try:
+    model_dir = write_model_dir(tmp_path / "model", template=template)
+    with closing(Stage(tmp_path, model_dir=model_dir)) as stage:
         answer = stage.post("/messages", {"messages": BEGUN}, stage.open_session()[1])
-        assert answer.status_code == 400
-        assert "does not show where a reply's text begins" in answer.json()["error"]["message"]
-    finally:
-        stage.close()
+    assert answer.status_code == 400
+    assert "does not show where a reply's text begins" in answer.json()["error"]["message"]

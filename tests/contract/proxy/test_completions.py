@@ -11,8 +11,7 @@ from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.tree import pack_counts_as_uint16, pack_ids, pack_logprobs, unpack_ids
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, SessionLimits
-from tests.contract.proxy.talk import chunks_of, counted, turn
-from tests.support.client_calls import change_call, generate_reply
+from tests.contract.proxy.talk import change_call, chunks_of, counted, generate_reply, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for

@@ -56,12 +56,8 @@ def test_calls_beyond_the_limit_are_repeated_by_the_sdk(small_stage: Stage, smal
 def test_an_abandoned_stream_gives_its_place_back(small_stage: Stage, small_key: str) -> None:
     stage, key = small_stage, small_key
     stage.sglang.script = lambda request: TALKATIVE
-    body = {"messages": QUESTION, "stream": True}
-    headers = {"authorization": f"Bearer {key}"}
     for _ in range(2):
-        with stage.http.stream(
-            "POST", f"{stage.url}/v1/chat/completions", json=body, headers=headers
-        ) as answer:
+        with stage.stream("/v1/chat/completions", {"messages": QUESTION}, key) as answer:
             assert answer.status_code == 200, answer.read()
             next(answer.iter_lines())
     stage.sglang.script = lambda request: Script()
@@ -168,10 +164,7 @@ def test_values_are_counted_before_they_are_read() -> None:
 
 
 def test_what_nests_too_deep_is_refused(stage: Stage, key: str) -> None:
-    headers = {"authorization": f"Bearer {key}"}
-    body = b'{"messages":' + b"[" * 90_000
-    url = f"{stage.url}/v1/chat/completions"
-    answer = stage.http.post(url, content=body, headers=headers)
+    answer = stage.post("/v1/chat/completions", b'{"messages":' + b"[" * 90_000, key)
     assert answer.status_code == 400
     assert "recursion" in answer.json()["error"]["message"]
 
@@ -213,9 +206,7 @@ def test_a_refusal_quotes_little_of_the_request(stage: Stage, key: str) -> None:
 def test_halves_of_pairs_are_replaced_and_nothing_else(stage: Stage, key: str) -> None:
     body = b"\xef\xbb\xbf" + rb'{"messages":[{"role":"user","content":"%s"}]}'
     text = rb"a\ud83d\ude00b\ud83dc\ude00d\\ud83de\\\ud83df"
-    headers = {"authorization": f"Bearer {key}"}
-    url = f"{stage.url}/v1/chat/completions"
-    answer = stage.http.post(url, content=body % text, headers=headers)
+    answer = stage.post("/v1/chat/completions", body % text, key)
     assert answer.status_code == 200, answer.text
     (request,) = stage.sglang.requests
     assert "a\U0001f600b\ufffdc\ufffdd\\ud83de\\\ufffdf" in stage.prompt_of(request)

@@ -286,13 +286,10 @@ def test_a_failed_request_is_asked_again_under_its_key(stage: Stage, key: str) -
 def test_a_stream_that_was_left_is_untrained_and_sampled_anew(stage: Stage, ref: TicketRef) -> None:
     session_id, key = stage.open_session(ref)
     stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
-    body: dict[str, Any] = {**LEAST["/chat/completions"], "stream": True}
-    headers = {"authorization": f"Bearer {key}", "idempotency-key": "k"}
+    body, headers = LEAST["/chat/completions"], {"idempotency-key": "k"}
     with (
         contextlib.suppress(httpx.HTTPError),
-        stage.http.stream(
-            "POST", f"{stage.url}/v1/chat/completions", json=body, headers=headers
-        ) as answer,
+        stage.stream("/v1/chat/completions", body, key, headers) as answer,
     ):
         next(answer.iter_bytes())
     wait_for(lambda: stage.sglang.aborted)

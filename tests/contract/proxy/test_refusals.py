@@ -15,7 +15,6 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
 
 
 def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Build a user message of parts."""
     return [{"role": "user", "content": [*parts]}]
 
 
@@ -92,9 +91,7 @@ def test_a_body_that_is_not_json_is_the_requests_fault(stage: Stage, key: str) -
     tool = b'{"type": "function", "function": {"name": "add", "parameter\xa0": {}}}'
     in_a_tool = b'{"messages": [{"role": "user", "content": "hi"}], "tools": [%b]}' % tool
     for body in (b"{", b"\xff\xfe", b"", in_a_tool):
-        answer = stage.http.post(
-            f"{stage.url}/v1/chat/completions", content=body, headers={"x-api-key": key}
-        )
+        answer = stage.post("/v1/chat/completions", body, key)
         assert answer.status_code == 400, answer.text
 
 
@@ -112,11 +109,6 @@ CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
-def send(stage: Stage, key: str, body: bytes, **headers: str) -> Any:
-    named = {"authorization": f"Bearer {key}"} | headers
-    return stage.http.post(f"{stage.url}/v1/chat/completions", content=body, headers=named)
-
-
 def prompt_of_last(stage: Stage) -> str:
     return stage.prompt_of(stage.sglang.requests[-1])
 
@@ -124,7 +116,7 @@ def prompt_of_last(stage: Stage) -> str:
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "br"])
 def test_an_encoded_body_is_refused_by_its_encoding(stage: Stage, key: str, encoding: str) -> None:
     body = gzip.compress(json.dumps(LEAST["/chat/completions"]).encode())
-    answer = send(stage, key, body, **{"content-encoding": encoding})
+    answer = stage.post("/v1/chat/completions", body, key, {"content-encoding": encoding})
     assert answer.status_code == 415
     assert encoding in answer.json()["error"]["message"]
 

@@ -20,7 +20,7 @@ from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logp
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
-from tests.support.client_calls import change_call, generate_reply
+from tests.contract.proxy.talk import change_call, generate_reply
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -78,7 +78,6 @@ def sound(stage: Stage) -> Interaction:
 
 
 def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
-    """Return the call as a client would send it, with some fields replaced."""
     if change.get("new_ids") == "of 10**6":
         change = {"new_ids": pack_ids([10**6] * (len(sound.new_ids) // 4))}
     return change_call(sound, **change)

@@ -216,12 +216,7 @@ def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
     texts: dict[str, str] = {}
 
     def read(route: str, key: str) -> None:
-        with stage.http.stream(
-            "POST",
-            f"{stage.url}{route}",
-            json={**LEAST[route], "stream": True},
-            headers={"x-api-key": key},
-        ) as answer:
+        with stage.stream(route, LEAST[route], key) as answer:
             is_told = False
             for line in answer.iter_lines():
                 texts[route] = texts.get(route, "") + line + "\n"

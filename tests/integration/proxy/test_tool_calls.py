@@ -219,7 +219,6 @@ def test_contradictions_are_refused(stage: Stage, asked: dict[str, Any], param: 
 
 
 def find_parsers(stage: Stage) -> int:
-    """Return the parser process of the stage's proxy."""
     threads = Path(f"/proc/{stage.pid}/task").glob("*/children")
     (parsers,) = {int(pid) for path in threads for pid in path.read_text().split()}
     return parsers
@@ -230,10 +229,9 @@ def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
 ) -> None:
     key, gate = says(stage, CALL), threading.Event()
     stage.sglang.script = lambda request: Script(f"I add. {CALL}", piece_tokens=5, gate=gate)
-    body = {"messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
-    url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
+    body = {"messages": QUESTION, "tools": [CHAT_TOOL]}
     stage.http.timeout = scaled(120.0)  # they import SGLang again
-    with stage.http.stream("POST", url, json=body, headers=headers) as answer:
+    with stage.stream("/v1/chat/completions", body, key) as answer:
         lines = answer.iter_lines()
         while "add" not in next(lines):
             pass
