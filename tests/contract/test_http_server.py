@@ -202,26 +202,14 @@ class _Exporter(JsonHandler):
         self.answer(200, b"process_cpu_seconds_total 0.1\n")
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
+@pytest.mark.asyncio
+async def test_an_answer_that_is_no_reply_says_that_the_service_is_away() -> None:
     with serving_http(_Exporter) as url:
-        yield url
-
-
-def test_an_answer_that_is_no_reply_says_that_the_service_is_away(url: str) -> None:
-    client = WireClient(url)
-    with pytest.raises(ClusterError, match=EXPECTED):
-        client.call("/replicas", None, ReplicasOfCell)
-    client.close()
-
-
-def test_it_does_so_in_an_event_loop(url: str) -> None:
-    async def ask() -> None:
-        client = AsyncWireClient(url)
-        try:
-            await client.call("/replicas", None, ReplicasOfCell)
-        finally:
-            await client.close()
-
-    with pytest.raises(ClusterError, match=EXPECTED):
-        asyncio.run(ask())
+        client = WireClient(url)
+        with pytest.raises(ClusterError, match=EXPECTED):
+            client.call("/replicas", None, ReplicasOfCell)
+        client.close()
+        async_client = AsyncWireClient(url)
+        with pytest.raises(ClusterError, match=EXPECTED):
+            await async_client.call("/replicas", None, ReplicasOfCell)
+        await async_client.close()

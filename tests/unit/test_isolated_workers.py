@@ -101,19 +101,17 @@ def test_hosts_are_checked_and_known_as_the_forwarder_knows_them() -> None:
     "request_line",
     [b"GET http://host:80/a", b"CONNECT host:80", b"GET", b"GET http://host:80/a b c"],
 )
-def test_a_request_that_is_none_is_answered(request_line: bytes) -> None:
-    async def ask() -> bytes:
-        listener = socket.create_server(("127.0.0.1", 0))
-        forwarder = HostForwarder(listener, ["host:80"])
-        await forwarder.start()
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(request_line + b"\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-        await forwarder.close()
-        return answer
-
-    assert asyncio.run(asyncio.wait_for(ask(), scaled(20))).startswith(b"HTTP/1.1 400 ")
+@pytest.mark.asyncio
+async def test_a_request_that_is_none_is_answered(request_line: bytes) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    forwarder = HostForwarder(listener, ["host:80"])
+    await forwarder.start()
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(request_line + b"\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), scaled(20))
+    writer.close()
+    await forwarder.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_tool_server_of_a_command_knows_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

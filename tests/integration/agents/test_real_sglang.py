@@ -69,13 +69,12 @@ async def converse(stage: Stage, key: str, number: int) -> None:
             messages += [completion.choices[0].message, {"role": "user", "content": f"and {turn}?"}]
 
 
-def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_url: str) -> None:
+@pytest.mark.asyncio
+async def test_what_is_recorded_is_what_the_engine_read_and_said(
+    stage: Stage, sglang_url: str
+) -> None:
     sessions = [stage.open_session(REF, episode=i) for i in range(EPISODES)]
-
-    async def everyone() -> None:
-        await asyncio.gather(*(converse(stage, key, i) for i, (_, key) in enumerate(sessions)))
-
-    asyncio.run(everyone())
+    await asyncio.gather(*(converse(stage, key, i) for i, (_, key) in enumerate(sessions)))
     for number, (_, key) in enumerate(sessions):
         stage.finish_session(key, float(number))
     assert stage.finish_ticket(REF, *(session_id for session_id, _ in sessions)) == EPISODES
@@ -312,20 +311,18 @@ def test_the_real_engine_calls_the_tool_it_must(stage: Stage, asked: dict[str, A
     assert message["tool_calls"][0]["function"]["name"] == "add"
 
 
-def test_a_client_records_what_the_engine_read_and_said(theatre: Theatre) -> None:
-    async def two_turns() -> ArealOpenAI:
-        tokenizer = AutoTokenizer.from_pretrained(theatre.stage.model_dir)
-        client = ArealOpenAI(theatre.url, tokenizer, chat_template_type="concat")
-        create = client.chat.completions.create
-        first = await create(model="m", messages=QUESTION, max_tokens=12)
-        reply = first.choices[0].message
-        messages: list[Any] = [*QUESTION, reply, {"role": "user", "content": "Sure?"}]
-        await create(model="m", messages=messages, max_tokens=12)
-        client.set_final_reward(1.0)
-        await client.close()
-        return client
-
-    (row,) = asyncio.run(two_turns()).export_interactions("concat", 0.5).values()
+@pytest.mark.asyncio
+async def test_a_client_records_what_the_engine_read_and_said(theatre: Theatre) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(theatre.stage.model_dir)
+    client = ArealOpenAI(theatre.url, tokenizer, chat_template_type="concat")
+    create = client.chat.completions.create
+    first = await create(model="m", messages=QUESTION, max_tokens=12)
+    said = first.choices[0].message
+    messages: list[Any] = [*QUESTION, said, {"role": "user", "content": "Sure?"}]
+    await create(model="m", messages=messages, max_tokens=12)
+    client.set_final_reward(1.0)
+    await client.close()
+    (row,) = client.export_interactions("concat", 0.5).values()
     tensors = {name: tensor[0].numpy() for name, tensor in row.to_tensor_dict().items()}
     assert row.interaction.reuse == "reused"
     reply = tensors["loss_mask"] == 1

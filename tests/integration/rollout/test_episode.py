@@ -256,18 +256,17 @@ def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_sdk", [True, False])
-def test_the_http_client_suits_the_sdk(has_sdk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_the_http_client_suits_the_sdk(
+    has_sdk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_sdk:
         monkeypatch.setitem(sys.modules, "openai", None)
-
-    async def build() -> str:
-        http_client = make_http_client(10.0)
-        if has_sdk:
-            AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", http_client=http_client)
-        await http_client.aclose()
-        return type(http_client).__module__
-
-    assert (finish(build()) == "httpx") is not has_sdk
+    http_client = make_http_client(10.0)
+    if has_sdk:
+        AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", http_client=http_client)
+    await http_client.aclose()
+    assert (type(http_client).__module__ == "httpx") is not has_sdk
 
 
 @pytest.fixture(scope="module")

@@ -47,20 +47,16 @@ def reward(function: Callable[..., Any], *args: Any, options: Any = None, **kwar
     return asyncio.run(ask())
 
 
-def test_the_event_loop_goes_on_while_rewards_are_computed(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_the_event_loop_goes_on_while_rewards_are_computed(tmp_path: Path) -> None:
     sign, note = tmp_path / "sign", tmp_path / "note"
-
-    async def ask() -> list[float]:
-        wrapper = AsyncRewardWrapper(functions.waits, timeout_seconds=scaled(60.0), max_workers=2)
-        asking = asyncio.gather(*(wrapper(str(sign), str(note)) for _ in range(4)))
-        while not note.exists() or len(note.read_text().splitlines()) < 2:
-            await asyncio.sleep(0.01)
-        sign.touch()  # they wait for values that only a running loop gives them
-        rewards = await asking
-        wrapper.close()
-        return rewards
-
-    assert asyncio.run(ask()) == [1.0] * 4
+    wrapper = AsyncRewardWrapper(functions.waits, timeout_seconds=scaled(60.0), max_workers=2)
+    asking = asyncio.gather(*(wrapper(str(sign), str(note)) for _ in range(4)))
+    while not note.exists() or len(note.read_text().splitlines()) < 2:
+        await asyncio.sleep(0.01)
+    sign.touch()  # they wait for values that only a running loop gives them
+    assert await asking == [1.0] * 4
+    wrapper.close()
     assert len(set(note.read_text().split())) == 2
 
 
@@ -332,7 +328,10 @@ def test_a_reply_speaks_with_no_mark_of_a_chat_template(endpoint: JudgeEndpoint)
     assert not set("<>\uff5c\u25c1\u25b7") & set(user)
 
 
-def test_an_episode_that_is_cancelled_takes_no_grade_from_another(endpoint: JudgeEndpoint) -> None:
+@pytest.mark.asyncio
+async def test_an_episode_that_is_cancelled_takes_no_grade_from_another(
+    endpoint: JudgeEndpoint,
+) -> None:
     answers = threading.Event()
 
     def say(graded: dict[str, str]) -> str:
@@ -340,18 +339,14 @@ def test_an_episode_that_is_cancelled_takes_no_grade_from_another(endpoint: Judg
         return grade_text(7)
 
     endpoint.say = say
-
-    async def play() -> float:
-        judge = LlmJudge(RUBRIC, endpoint.url, "judge")
-        first, second = (asyncio.create_task(judge("q", "r")) for _ in range(2))
-        while not endpoint.requests:
-            await asyncio.sleep(0.01)
-        first.cancel()
-        await asyncio.sleep(0)
-        answers.set()
-        return (await second).value
-
-    assert asyncio.run(play()) == 0.7
+    judge = LlmJudge(RUBRIC, endpoint.url, "judge")
+    first, second = (asyncio.create_task(judge("q", "r")) for _ in range(2))
+    while not endpoint.requests:
+        await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0)
+    answers.set()
+    assert (await second).value == 0.7
     assert len(endpoint.requests) == 1
 
 

@@ -1,6 +1,5 @@
 """A session decodes each message once, and remembers a bounded part of messages and requests."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -111,25 +110,22 @@ class Client:
         await self.requests.answer_once(headers, key.encode, answer)
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("size_bytes", [0, 1, HALF])
-def test_the_oldest_keys_are_forgotten(size_bytes: int) -> None:
+async def test_the_oldest_keys_are_forgotten(size_bytes: int) -> None:
     client = Client()
-
-    async def play() -> None:
-        await client.ask("first", max(1, size_bytes))
-        await client.ask("first")
-        assert client.samples == 1
-        for number in range(1 if size_bytes == HALF else MAX_KEPT_REQUESTS_PER_SESSION):
-            if size_bytes:
-                await client.ask(str(number), size_bytes)
-            else:
-                with pytest.raises(ProxyRequestError):
-                    await client.ask(str(number), 0)
-        before = client.samples
-        await client.ask("first")
-        assert client.samples == before + 1
-
-    asyncio.run(play())
+    await client.ask("first", max(1, size_bytes))
+    await client.ask("first")
+    assert client.samples == 1
+    for number in range(1 if size_bytes == HALF else MAX_KEPT_REQUESTS_PER_SESSION):
+        if size_bytes:
+            await client.ask(str(number), size_bytes)
+        else:
+            with pytest.raises(ProxyRequestError):
+                await client.ask(str(number), 0)
+    before = client.samples
+    await client.ask("first")
+    assert client.samples == before + 1
 
 
 def test_a_list_behind_the_repeated_one_counts_as_it_does_for_json() -> None:

@@ -35,24 +35,22 @@ class Worker:
         self.has_ended = self.may_end.wait(scaled(20))
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("breaks", ["while in use", "while idle"])
-def test_the_event_loop_goes_on_while_a_worker_ends(breaks: str) -> None:
+async def test_the_event_loop_goes_on_while_a_worker_ends(breaks: str) -> None:
     workers = list[Worker]()
 
     async def start() -> Worker:
         workers.append(Worker())
         return workers[-1]
 
-    async def scene() -> None:
-        pool = WorkerPool(1, start)
-        async with pool.acquire() as worker:
-            worker.is_usable = breaks == "while idle"
-            asyncio.get_running_loop().call_later(0.05, worker.may_end.set)
-        worker.is_usable = False
-        async with pool.acquire() as other:
-            assert other is not worker
-
-    asyncio.run(scene())
+    pool = WorkerPool(1, start)
+    async with pool.acquire() as worker:
+        worker.is_usable = breaks == "while idle"
+        asyncio.get_running_loop().call_later(0.05, worker.may_end.set)
+    worker.is_usable = False
+    async with pool.acquire() as other:
+        assert other is not worker
     assert workers[0].has_ended
 
 
@@ -90,16 +88,14 @@ def test_a_worker_that_cannot_start_now_is_the_node_s_and_no_mistake_of_the_reci
         monkeypatch.undo()
 
 
-def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is() -> None:
-    async def scene() -> None:
-        pool = ProcessPool(1)
-        first = await pool.call(os.getpid)
-        with pytest.raises(ValueError, match="invalid literal"):
-            await pool.call(int, "x")
-        assert await pool.call(os.getpid) == first
-        with pytest.raises(NodeResourceShortageError, match="No space left"):
-            await pool.call(Path.write_text, Path("/dev/full"), "x")
-        assert await pool.call(os.getpid) != first, "it may lack what it left open itself"
-        pool.close_idle_workers()
-
-    asyncio.run(scene())
+@pytest.mark.asyncio
+async def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is() -> None:
+    pool = ProcessPool(1)
+    first = await pool.call(os.getpid)
+    with pytest.raises(ValueError, match="invalid literal"):
+        await pool.call(int, "x")
+    assert await pool.call(os.getpid) == first
+    with pytest.raises(NodeResourceShortageError, match="No space left"):
+        await pool.call(Path.write_text, Path("/dev/full"), "x")
+    assert await pool.call(os.getpid) != first, "it may lack what it left open itself"
+    pool.close_idle_workers()
