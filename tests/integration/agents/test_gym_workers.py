@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,13 +279,10 @@ def test_a_gym_reaches_the_hosts_that_are_named_and_no_other() -> None:
 
 
 def test_an_episode_gives_each_reply_the_reward_of_its_step(tmp_path: Path) -> None:
-    stage = GymStage(tmp_path, ["go", "go on"], parser="")
-    try:
+    with closing(GymStage(tmp_path, ["go", "go on"], parser="")) as stage:
         agent = GymAgent(WORKER, {}, variables=VARIABLES, prompt="Count.", max_turns=2)
         data = {"seed": 3, "messages": [{"role": "user", "content": "Now."}]}
         rewards = stage.play(agent, data)
-    finally:
-        stage.close()
     assert list(rewards.values()) == [1.0, 1.0]
     assert re.match(r"<\|im_start\|>system\nCount.*user\nNow.*episode 1 of", stage.prompts[0], 16)
     assert "go<|im_end|>\n<|im_start|>user\non<|im_end|>" in stage.prompts[1]

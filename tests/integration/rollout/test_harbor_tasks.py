@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,10 @@ from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_fol
 from areal_hpc.errors import NodeResourceShortageError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.reward import harbor
-from areal_hpc.reward.harbor import check_tasks_in_order, find_harbor_task
+from areal_hpc.reward.harbor import HarborTask, check_tasks_in_order, find_harbor_task
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
-from areal_hpc.sandbox.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes import find_installed_runtimes, make_runtime
-from areal_hpc.sandbox.sandbox import SandboxSpec
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from examples.repair_tasks.make import write_repair_tasks
 from tests.integration.rollout.test_episode import finish
@@ -28,6 +29,7 @@ from tests.integration.rollout.test_subprocess_agent import make_spec, play_in_s
 from tests.support.deadlines import scaled
 from tests.support.gym_stage import GymStage, call_tool
 from tests.support.root_file_system import make_root_file_system
+from tests.support.sandboxes import started
 
 PATH = "tests.integration.rollout.harbor_agents.Playing"
 RUNTIMES = [name for name in find_installed_runtimes() if name != "none"]
@@ -51,13 +53,18 @@ async def time_out(*_: Any) -> None:
     raise TimeoutError("unpack: not done within 120 s")
 
 
-async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = False) -> Reward:
-    """Return the reward of an agent with these commands; `is_loaded`: unpacking tests times out."""
+@asynccontextmanager
+async def prepared(row: dict[str, Any]) -> AsyncIterator[tuple[HarborTask, Sandbox]]:
     task = find_harbor_task(row)
     assert task is not None
-    sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
-    try:
+    async with started("bwrap", task.apply_task_to_sandbox_spec(SandboxSpec())) as sandbox:
         await task.prepare(sandbox)
+        yield task, sandbox
+
+
+async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = False) -> Reward:
+    """Return the reward of an agent with these commands; `is_loaded`: unpacking tests times out."""
+    async with prepared(row) as (task, sandbox):
         for command in commands:
             result = await sandbox.exec(command)
             assert result.exit_code == 0, result.text
@@ -65,21 +72,18 @@ async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = Fal
             if is_loaded:
                 patched.setattr(sandbox, "unpack", time_out)
             return await task.run_tests(sandbox)
-    finally:
-        await sandbox.stop()
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_solutions_are_right_and_nothing_is_wrong(name: str, tasks: Path) -> None:
-    async def check() -> list[tuple[float, float]]:
-        rows = read_task_folders(tasks, "x")[:3]
-        checks = [
-            task async for task in check_tasks_in_order(rows, make_runtime(name), SandboxSpec(), 2)
-        ]
-        assert all(task.has_discriminating_tests for task in checks)
-        return [(task.oracle.value, task.no_action_reward.value) for task in checks if task.oracle]
-
-    assert finish(check()) == [(1.0, 0.0)] * 3
+@pytest.mark.asyncio
+async def test_solutions_are_right_and_nothing_is_wrong(name: str, tasks: Path) -> None:
+    rows = read_task_folders(tasks, "x")[:3]
+    checks = [
+        task async for task in check_tasks_in_order(rows, make_runtime(name), SandboxSpec(), 2)
+    ]
+    assert all(task.has_discriminating_tests for task in checks)
+    rewards = [(task.oracle.value, task.no_action_reward.value) for task in checks if task.oracle]
+    assert rewards == [(1.0, 0.0)] * 3
 
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
@@ -104,14 +108,8 @@ class WithSandbox:
         self._agent = agent
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
-        task = find_harbor_task(data)
-        assert task is not None
-        sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
-        try:
-            await task.prepare(sandbox)
+        async with prepared(data) as (_, sandbox):
             return await self._agent.run({**data, "sandbox": sandbox}, **extra_kwargs)
-        finally:
-            await sandbox.stop()
 
 
 @pytest.mark.thorough
@@ -125,11 +123,8 @@ def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> No
         call_tool("run_command", json.dumps({"command": command})),
         "It is repaired.",
     ]
-    stage = GymStage(tmp_path, lines)
-    try:
+    with closing(GymStage(tmp_path, lines)) as stage:
         reward = stage.play(WithSandbox(HarborAgent(command_timeout_s=scaled(0.5))), row)
-    finally:
-        stage.close()
     assert (reward.value, reward.metrics) == (1.0, {"no_verdict": 0.0, "tampered": 0.0})
     assert 'expected {"command": "..."}' in stage.prompts[1]
     assert "(was stopped, it took too long)" in stage.prompts[2]
@@ -198,7 +193,8 @@ def test_a_forged_verdict_is_worth_nothing_and_a_file_of_it_is_told(
     assert reward.metrics["tampered"] == 1.0 or forgery not in BEFORE_THE_TESTS
 
 
-def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
+@pytest.mark.asyncio
+async def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
     """The answer sees the processes above it, and may open the memory of none of them."""
     looks = (
         "import os, pathlib\n"
@@ -209,21 +205,10 @@ def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
         "            except OSError: pass\n"
         "    return n\n"
     )
-    row = find_row(tasks)
-    task = find_harbor_task(row)
-    assert task is not None
-
-    async def look() -> bool:
-        sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
-        try:
-            await task.prepare(sandbox)
-            await sandbox.put(ANSWER, looks)
-            await task.run_tests(sandbox)
-            return (await sandbox.exec("test -e /app/open")).exit_code != 0
-        finally:
-            await sandbox.stop()
-
-    assert finish(look())
+    async with prepared(find_row(tasks)) as (task, sandbox):
+        await sandbox.put(ANSWER, looks)
+        await task.run_tests(sandbox)
+        assert (await sandbox.exec("test -e /app/open")).exit_code != 0
 
 
 def test_tests_without_a_verdict_say_so(
@@ -273,13 +258,9 @@ def test_a_root_file_system_in_a_tar_is_unpacked_once_per_node(
     monkeypatch.setattr(tempfile, "tempdir", str(cache))
 
     async def look() -> bytes:
-        sandbox = await BwrapRuntime().start(
-            SandboxSpec(archive, writable_folders=("/logs", "/tests"))
-        )
-        try:
+        spec = SandboxSpec(archive, writable_folders=("/logs", "/tests"))
+        async with started("bwrap", spec) as sandbox:
             return (await sandbox.exec("cat /etc/os-release; touch /tests/x /etc/y")).stdout
-        finally:
-            await sandbox.stop()
 
     async def look_at_once() -> list[bytes]:
         return [*await asyncio.gather(look(), look())]

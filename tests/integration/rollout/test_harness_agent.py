@@ -1,6 +1,5 @@
 """Programs act as agents in a folder of their own, are judged by its contents, and end."""
 
-import asyncio
 import dataclasses
 import json
 import random
@@ -17,13 +16,13 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
-from areal_hpc.sandbox.runtimes import make_runtime
 from areal_hpc.sandbox.sandbox import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from examples.repair_tasks.make import write_repair_tasks
 from tests.integration.rollout.test_episode import finish, spec
 from tests.integration.rollout.test_subprocess_agent import play_in_sandboxes
 from tests.support.deadlines import scaled
+from tests.support.sandboxes import started
 from tests.support.waiting import wait_for
 
 PATH = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
@@ -163,49 +162,38 @@ urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), he
 """
 
 
-def test_a_program_whose_interpreter_is_not_shown_is_refused_with_its_name() -> None:
-    async def scene() -> None:
-        sandbox = await make_runtime("none").start(SandboxSpec(network="open"))
-        try:
-            folder = HarnessFolder(sandbox)
-            for name, first in (("shown", "/bin/sh"), ("hidden", "/no/such/python -P")):
-                await sandbox.put(name, f"#!{first}\n", 0o755)
-            for path in (f"{sandbox.folder}/shown", "/bin/sh"):
-                await folder.check_program(path, "harness")
-            for path, missing in (("hidden", "/no/such/python,"), ("absent", "/absent,")):
-                with pytest.raises(RecipeError, match=f"does not show .*{missing}"):
-                    await folder.check_program(f"{sandbox.folder}/{path}", "harness")
-        finally:
-            await sandbox.stop()
-
-    asyncio.run(scene())
+@pytest.mark.asyncio
+async def test_a_program_whose_interpreter_is_not_shown_is_refused_with_its_name() -> None:
+    async with started("none", SandboxSpec(network="open")) as sandbox:
+        folder = HarnessFolder(sandbox)
+        for name, first in (("shown", "/bin/sh"), ("hidden", "/no/such/python -P")):
+            await sandbox.put(name, f"#!{first}\n", 0o755)
+        for path in (f"{sandbox.folder}/shown", "/bin/sh"):
+            await folder.check_program(path, "harness")
+        for path, missing in (("hidden", "/no/such/python,"), ("absent", "/absent,")):
+            with pytest.raises(RecipeError, match=f"does not show .*{missing}"):
+                await folder.check_program(f"{sandbox.folder}/{path}", "harness")
 
 
-def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> None:
     commands = (
         "echo 4 > answer.txt; ln -s answer.txt within; ln -s /usr/bin/env absolute; mkfifo pipe; "
         "mkdir below; ln -s ../.. below/above; ln -s ../answer.txt below/answer"
     )
-
-    async def scene() -> None:
-        sandbox = await make_runtime("none").start(SandboxSpec(network="open"))
-        try:
-            folder = HarnessFolder(sandbox)
-            await folder.fill(None)
-            assert (
-                await folder.run_with_output_to_log(["/bin/sh", "-c", commands], {}, 30.0)
-            ).exit_code == 0
-            await folder.copy_to(tmp_path)
-        finally:
-            await sandbox.stop()
-
-    asyncio.run(scene())
+    async with started("none", SandboxSpec(network="open")) as sandbox:
+        folder = HarnessFolder(sandbox)
+        await folder.fill(None)
+        words = ["/bin/sh", "-c", commands]
+        assert (await folder.run_with_output_to_log(words, {}, 30.0)).exit_code == 0
+        await folder.copy_to(tmp_path)
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert names == ["answer.txt", "below", "below/answer", "within"]
     assert (tmp_path / "below/answer").read_text() == "4\n"
 
 
-def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_its_own(
+@pytest.mark.asyncio
+async def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_its_own(
     tmp_path: Path,
 ) -> None:
     task = tmp_path / "task"
@@ -220,21 +208,13 @@ def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_it
         "tar -cf ../before.tar answer.txt; echo '*' > ../../.config/git/ignore; "
         "printf '[diff]\\nexternal = true\\n' > ../../.gitconfig"
     )
-    diffs: list[str] = []
-
-    async def scene() -> None:
-        sandbox = await make_runtime("bwrap").start(SandboxSpec())
-        try:
-            folder = HarnessFolder(sandbox)
-            await folder.fill(task)
-            assert await folder.compute_diff_against_source() == ""
-            await folder.run_with_output_to_log(["/bin/sh", "-c", forged], {}, 30.0)
-            diffs.append(await folder.compute_diff_against_source())
-        finally:
-            await sandbox.stop()
-
-    asyncio.run(scene())
-    lines = diffs[0].splitlines()
+    async with started("bwrap", SandboxSpec()) as sandbox:
+        folder = HarnessFolder(sandbox)
+        await folder.fill(task)
+        assert await folder.compute_diff_against_source() == ""
+        await folder.run_with_output_to_log(["/bin/sh", "-c", forged], {}, 30.0)
+        diff = await folder.compute_diff_against_source()
+    lines = diff.splitlines()
     assert [line for line in lines if line.startswith("diff ")] == [
         "diff --git a/answer.txt b/answer.txt",
         "diff --git a/new/one b/new/one",

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
@@ -25,6 +24,7 @@ from tests.integration.rollout.test_episode import TASK, finish, play_all, spec
 from tests.support.commands import write_program
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import is_running
 from tests.support.waiting import wait_for
 
 AGENT = """
@@ -167,13 +167,6 @@ def test_what_an_episode_started_ends_with_it(python: str, tmp_path: Path) -> No
     (outcome,), _ = play(tmp_path, python, {"then": "start", "note": str(note)})
     assert outcome.status == "ok", outcome.reason
     wait_for(lambda: not is_running(int(note.read_text())))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_program_that_an_agent_starts_can_give_no_answer(python: str, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxLimits, SandboxSp
 from tests.support.apptainer_stand_in import write_apptainer_stand_in
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import is_running
 from tests.support.root_file_system import make_root_file_system
+from tests.support.sandboxes import started
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.asyncio
@@ -71,11 +73,8 @@ async def start(
     runtime: Runtime, root: Path | None = None, network: Network = "none"
 ) -> AsyncIterator[Sandbox]:
     network = "open" if runtime.name == "none" else network
-    sandbox = await runtime.start(SandboxSpec(root, network, SMALL))
-    try:
+    async with started(runtime, SandboxSpec(root, network, SMALL)) as sandbox:
         yield sandbox
-    finally:
-        await sandbox.stop()
 
 
 @pytest_asyncio.fixture
@@ -430,15 +429,7 @@ async def test_an_owner_that_is_killed_leaves_no_process(runtime: Runtime) -> No
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         owner.kill()
     assert len(pids) >= 4
-    wait_for(lambda: not any(map(is_alive, pids)), 30)
-
-
-def is_alive(pid: int) -> bool:
-    """Return False for a zombie, whose memory, mounts and namespaces are gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for(lambda: not any(map(is_running, pids)), 30)
 
 
 async def test_no_rights_can_be_gained(isolated: Sandbox) -> None:

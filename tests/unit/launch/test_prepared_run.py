@@ -58,6 +58,13 @@ def stand_in_pythons(folder: Path) -> tuple[str, ...]:
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 
+def begin_run(recipe: Recipe) -> RunPaths:
+    paths = RunPaths(recipe.run_dir)
+    paths.root.mkdir(parents=True)
+    write_run_recipe(recipe, paths.recipe)
+    return paths
+
+
 def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "quickstart" / "demo")
     assert archive_run(paths, print) is None, "there may be none"
@@ -103,10 +110,7 @@ def test_a_run_at_work_in_an_allocation_is_not_moved_aside(tmp_path: Path) -> No
 
 def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_path: Path) -> None:
     overrides = [f"cluster.fileroot={tmp_path}", "trainer.optimizer.decay=cosine"]
-    recipe = load_recipe(QUICKSTART, [*overrides, "trainer.total_steps=100"])
-    paths = RunPaths(recipe.run_dir)
-    paths.root.mkdir(parents=True)
-    write_run_recipe(recipe, paths.recipe)
+    paths = begin_run(load_recipe(QUICKSTART, [*overrides, "trainer.total_steps=100"]))
     checkpoint = paths.checkpoints_dir / "step_00000080"
     checkpoint.mkdir(parents=True)
     write_trainer_state(checkpoint, TrainerState(step=80, seed=1))
@@ -127,9 +131,7 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     """Weights trained with other values must not pass for the result of these."""
     fileroot = f"cluster.fileroot={tmp_path}"
     recipe = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=5"])
-    paths = RunPaths(recipe.run_dir)
-    paths.root.mkdir(parents=True)
-    write_run_recipe(recipe, paths.recipe)
+    paths = begin_run(recipe)
     paths.metrics.write_text('{"step": 5, "reward/mean": 0.5}\n')
     paths.finished_marker.touch()
     check_finished_recipe(recipe, paths)
@@ -157,9 +159,7 @@ def test_models_are_known_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mo
         "trainer.objective.kl={coef: 0.1, reference: frozen}",
     ]  # fmt: skip
     recipe = load_recipe(QUICKSTART, overrides)
-    paths = RunPaths(recipe.run_dir)
-    paths.root.mkdir(parents=True)
-    write_run_recipe(recipe, paths.recipe)
+    paths = begin_run(recipe)
     written = load_recipe(paths.recipe)
     assert recipe.model.path == Path("base"), "as it was given"
     assert written.trainer.objective.kl.reference == here / "frozen"
@@ -181,9 +181,7 @@ def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path
         return load_recipe(QUICKSTART, overrides)
 
     first, second = load("sk-1"), load("sk-2")
-    paths = RunPaths(first.run_dir)
-    paths.root.mkdir(parents=True)
-    write_run_recipe(first, paths.recipe)
+    paths = begin_run(first)
     lines: list[str] = []
     check_recipe_changes(second, paths, lines.append)
     assert len(lines) == 2
@@ -199,8 +197,7 @@ def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
         return EvaluationTarget(load_recipe(QUICKSTART, [*overrides, workflow]), tmp_path)
 
     first, second = load("sk-1"), load("sk-2")
-    first.paths.root.mkdir(parents=True)
-    write_run_recipe(first.recipe, first.paths.recipe)
+    begin_run(first.recipe)
     check_recorded_settings(first, first.recipe.evaluation_sets)
     with pytest.raises(RecipeError, match="was played with other arguments") as refused:
         check_recorded_settings(second, second.recipe.evaluation_sets)
@@ -209,14 +206,8 @@ def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    recipe = load_recipe(
-        CHECKOUT / "recipes" / "quickstart.yaml",
-        [f"cluster.fileroot={tmp_path}/runs", "evaluation.sets=null"],
-    )
-    paths = RunPaths(recipe.run_dir)
-    paths.root.mkdir(parents=True)
-    write_run_recipe(recipe, paths.recipe)
-    return paths
+    overrides = [f"cluster.fileroot={tmp_path}/runs", "evaluation.sets=null"]
+    return begin_run(load_recipe(QUICKSTART, overrides))
 
 
 def evaluate(paths: RunPaths, step: int, reward: float) -> None:
