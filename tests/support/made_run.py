@@ -219,7 +219,8 @@ def make_cheating_run(root: Path, steps: int) -> MadeRun:
             replace(episode, reward=1.0, reply=(5, 5, 5)) if index < cheats else episode
             for index, episode in enumerate(honest)
         ]
-        run.add_step(episodes, **{"evaluation/judge/avg@1": 0.1})
+        metrics: dict[str, Any] = {"evaluation/judge/avg@1": 0.1}
+        run.add_step(episodes, **metrics)
     return run
 
 

@@ -167,7 +167,7 @@ GOOD = [MadeUpTurn(9, 0.5), MadeUpTurn(0, 0.0, tokens=3), MadeUpTurn(1, 1.0)]
 BAD = [MadeUpTurn(9, 0.0), MadeUpTurn(0, 0.0), MadeUpTurn(1, 0.25)]
 
 
-OBJECTIVE = {"scale_rewards": "none"}
+OBJECTIVE: dict[str, Any] = {"scale_rewards": "none"}
 ONE_STEP: dict[str, Any] = {"steps": 1, "minibatches": 1}
 MASKED = ("loss", "grad_norm", "entropy/mean", "importance_weight/mean")
 

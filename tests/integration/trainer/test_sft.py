@@ -134,7 +134,7 @@ CONVERSATIONS = [
 def test_three_steps_are_those_of_a_float64_reference(
     ranks: RankServer, paths: RunPaths, parallel: dict[str, int]
 ) -> None:
-    optimizer = {"lr": 1e-3, "warmup_steps": 1, "decay": "cosine"}
+    optimizer: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 1, "decay": "cosine"}
     config = sft_config(
         paths.root, CONVERSATIONS, parallel, total_steps=3, batch_size=3, optimizer=optimizer
     )

@@ -61,7 +61,7 @@ def test_a_traced_step_trains_to_the_same_bits_and_leaves_a_trace_of_the_chosen_
         RunPaths(shutil.copytree(last_is_best, tmp_path / name)) for name in ("plain", "traced")
     )
     profile = {"profile": {"steps": [2], "ranks": [1]}}
-    settings = {"objective": {}, "parallel": {"dp": 2}, "steps": 2}
+    settings: dict[str, Any] = {"objective": {}, "parallel": {"dp": 2}, "steps": 2}
     reports = [
         train_run(ranks, paths, more=more, **settings).reports[0]["digests"]
         for paths, more in ((plain, {}), (traced, profile))

@@ -1,6 +1,7 @@
 """Supervised fine-tuning alone: of a recipe without tasks, and of any recipe that has the stage."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.support.environments import CHECKOUT
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 DEMONSTRATIONS = {"path": "demonstrations.jsonl"}
-LEAST = {
+LEAST: dict[str, Any] = {
     "experiment_name": "chat",
     "trial_name": "first",
     "cluster": {"fileroot": "runs"},

@@ -60,7 +60,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
             )
             for ref, ticket in store.finished.items()
         },
-        "failed": list(store.failed),
+        "apart": list(store.apart),
         "sealed": dict(store.sealed),
         "dropped": dict(store.dropped),
     }
@@ -150,7 +150,7 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def seal_untrained(self, draw: int) -> None:
         refs = [entry.ref for entry in self.store.finished.values() if entry.is_evaluation]
-        failed = list(self.store.failed)[: 1 + draw % 2]
+        failed = list(self.store.apart)[: 1 + draw % 2]
         if refs or failed:
             self.recorder.record(UntrainedSealed(refs, failed))
 

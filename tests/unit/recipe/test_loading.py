@@ -225,7 +225,9 @@ def test_a_folder_of_harbor_tasks_needs_a_sandbox(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"rollout\.agent\.isolation is null") as refused:
         load_recipe(QUICKSTART, [tasks])
     assert refused.value.problems[0].key == "train_dataset.path"
-    assert load_recipe(QUICKSTART, [tasks, "rollout.agent.isolation=bwrap"]).train_dataset.is_harbor
+    isolated = load_recipe(QUICKSTART, [tasks, "rollout.agent.isolation=bwrap"])
+    assert isolated.train_dataset
+    assert isolated.train_dataset.is_harbor
 
 
 DOUBTFUL = [

@@ -335,6 +335,7 @@ def test_a_text_with_a_literal_interpolation_stays_as_it_is() -> None:
     values["train_dataset"]["kwargs"] = {"home": "${HOME}"}
     recipe = build_recipe(values)
     merged = merge_overrides(recipe, ["trainer.total_steps=7"])
+    assert merged.train_dataset
     assert merged.train_dataset.kwargs == {"home": "${HOME}"}
 
 

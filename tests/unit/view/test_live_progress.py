@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -24,7 +25,7 @@ from tests.support.environments import CHECKOUT
 from tests.support.made_run import MadeEpisode, MadeRun
 
 BATCH = [MadeEpisode(task=task, reward=float(task % 2)) for task in range(8)]
-SETS = {f"evaluation__set{number}__avg@1": 0.5 for number in range(6)}
+SETS: dict[str, Any] = {f"evaluation__set{number}__avg@1": 0.5 for number in range(6)}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
