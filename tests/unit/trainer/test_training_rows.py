@@ -1,4 +1,7 @@
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,13 +11,16 @@ from areal_hpc.trainer.batch.batch_metrics import summarize_tokens
 from areal_hpc.trainer.batch.packing import Channel
 from areal_hpc.trainer.batch.training_rows import (
     build_rows,
+    find_observed_tokens,
     list_versions_of_current_weights,
     select_sound_rows,
 )
 from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
+from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.sample_episodes import MadeUpTurn, build_batch
 from tests.support.sample_trajectories import plain_row
 
 NOW = WeightVersion(1, 9)
@@ -50,6 +56,14 @@ def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
     (built,) = build_rows(rows, NOW, FORKS, ObjectiveConfig(proximal="log_linear"))
     assert built.channels[Channel.STALENESS].tolist() == [0, 6, 6, 0, 6]
+
+
+@pytest.mark.parametrize("style", ["concat", "individual"])
+def test_a_token_between_replies_is_observed_once_however_rows_are_packed(style: Any) -> None:
+    turns = [MadeUpTurn(9, 0.0), MadeUpTurn(0, 0.0), MadeUpTurn(1, 1.0)]
+    rows = build_batch([[turns]], ExportSettings(style))
+    observed = [row.input_ids_T[find_observed_tokens(row)] for row in rows]
+    assert sorted(np.concatenate(observed).tolist()) == [201, 202], "prompts but the first"
 
 
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
