@@ -20,6 +20,7 @@ from areal_hpc.launch.prepare import is_key_within, write_run_recipe
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.source_objectives import resolve_source_objectives
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     list_checkpoints,
@@ -91,7 +92,8 @@ class RecordedStepsReplay:
         self._as_recorded = load_recipe(run.recipe, compute_overrides)
         self.recipe = load_recipe(run.recipe, [*compute_overrides, *learning_overrides])
         self._rejudged = require_rejudged_episodes(run, reward_function) if reward_function else []
-        if self._rejudged and self.recipe.trainer.objective.credit == "turn":
+        objectives = resolve_source_objectives(self.recipe)
+        if self._rejudged and any(objective.credit == "turn" for objective in objectives):
             raise RecipeError(
                 "credit=turn trains on rewards of single replies, which were not judged again",
                 key="trainer.objective.credit",

@@ -36,10 +36,13 @@ def describe_learned_rewards(
     table = [["step", "recorded rewards", "new rewards", "under replayed weights", "effective"]]
     later_groups = list[GroupRewards]()
     for step in steps:
-        if groups := read_group_rewards(run, replay, step):
-            *rewards, shares = zip(*groups, strict=True)
-            estimates = [str(estimate_mean(values)) for values in rewards]
-            table.append([str(step), *estimates, f"{fmean(shares):.0%}"])
+        groups = read_group_rewards(run, replay, step)
+        if not groups:
+            table.append([str(step), "not annotated", "", "", ""])
+            continue
+        *rewards, shares = zip(*groups, strict=True)
+        estimates = [str(estimate_mean(values)) for values in rewards]
+        table.append([str(step), *estimates, f"{fmean(shares):.0%}"])
         if step > steps[0]:  # the first step begins with the recorded weights
             later_groups += groups
     yield from format_table(table, {0})
