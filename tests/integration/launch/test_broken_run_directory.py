@@ -29,6 +29,7 @@ LONG_LOOKS = (
     *LOOKS,
     ("why", "--slow"),
     ("why", "--collapse"),
+    ("why", "--hacking"),
     ("why", "--step", "9"),
     ("report", "--out", "report.html"),
 )
