@@ -1,5 +1,6 @@
 """Rows exported in other programs' formats are read back with those programs' own readers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ import msgspec
 import pytest
 from pyarrow import parquet
 
+from areal_hpc.dataset.demonstrations import parse_demonstration
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.trainer.batch.demonstration_rows import DemonstrationTokenizer
 from areal_hpc.view.transcripts.export import ExportFormat, ExportReport, export_rows
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, TrajectoryRow
+from tests.support.chatml import write_model_dir
 from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import seal_in, trajectory
+from tests.unit.session.families import QWEN25
 
 GOLDEN = CHECKOUT / "tests" / "golden" / "shard_v2.h5"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -95,12 +101,21 @@ def test_every_token_of_a_row_stands_in_json_lines_and_parquet(paths: RunPaths) 
     assert lines[0]["calls"][1]["reward"]["parts"] == {"format": 0.5}
 
 
-def test_conversations_for_sft_have_messages_and_tools(paths: RunPaths) -> None:
+def test_conversations_for_sft_have_messages_and_tools_and_are_learned(
+    paths: RunPaths, tmp_path: Path
+) -> None:
     failed = replace(trajectory(3, tokens=0), kind=RowKind.FAILED, meta={})
     seal_in(paths, [conversation(), failed])
     path, report = exported(paths, "sft")
     assert report == ExportReport(written=1, left_out=1)
-    assert lines_of(path) == [{"messages": conversation().meta["messages"], "tools": [TOOL]}]
+    (line,) = lines_of(path)
+    assert line == {"messages": conversation().meta["messages"], "tools": [TOOL]}
+    model = write_model_dir(tmp_path / "model", template=QWEN25)
+    (row,) = DemonstrationTokenizer(model).build_rows([parse_demonstration(line)])
+    encoder = TokenEncoder.from_model_dir(model)
+    prompt, *_, reply = encoder.decode(row.input_ids_T.tolist()).split("<|im_start|>assistant\n")
+    assert json.dumps(TOOL) in prompt
+    assert encoder.decode(row.input_ids_T[row.loss_mask_T != 0].tolist()).endswith(reply)
 
 
 def test_a_trajectory_is_valid_atif_with_the_tokens_of_the_shard(paths: RunPaths) -> None:
