@@ -171,19 +171,22 @@ def _map_followers_by_tree(
             first[call.interaction_id] = first[call.parent_id]
             followers.setdefault(call.parent_id, []).append(call.interaction_id)
         conversations.setdefault(first[call.interaction_id], []).append(call)
+    sub_agents: list[list[Interaction]] = []
     if by_agents:
         agents = {call.agent_id for call in interactions}
-        for conversation in [*conversations.values()]:
+        for first_id, conversation in [*conversations.items()]:
             agent_id, parent_id = conversation[0].agent_id, conversation[0].parent_agent_id
             if agent_id != parent_id and parent_id in agents:
-                del conversations[conversation[0].interaction_id]
-                parent_calls = [call for call in interactions if call.agent_id == parent_id]
-                _insert_sub_agent(conversation, parent_calls, followers)
+                sub_agents.append(conversations.pop(first_id))
     phases = _group_overlapping_conversations(list(conversations.values()))
     for phase, after in itertools.pairwise(phases):
         for conversation in phase:
             last = conversation[-1].interaction_id
             followers[last] = [following[0].interaction_id for following in after]
+    for conversation in sub_agents:  # between the calls of parents that are linked by now
+        parent_id = conversation[0].parent_agent_id
+        parent_calls = [call for call in interactions if call.agent_id == parent_id]
+        _insert_sub_agent(conversation, parent_calls, followers)
     return followers
 
 

@@ -217,6 +217,14 @@ def test_a_reward_reaches_sub_agents_by_their_ids(
     assert totals(tree, 0.5, rule) == pytest.approx(earned)
 
 
+def test_a_sub_agent_lies_between_two_conversations_of_its_parent() -> None:
+    tree = InteractionTree()
+    say(tree, [user("plan")], "ask", agent=("main", ""), during=(0, 1))
+    say(tree, [user("half")], "done", agent=("sub", "main"), during=(2, 3))
+    say(tree, [user("sum up")], "all", agent=("main", ""), during=(4, 5)).reward = 1.0
+    assert totals(tree, 0.5, "agents") == [0.25, 0.5, 1.0]
+
+
 def test_sub_agents_without_times_lead_to_no_cycle() -> None:
     tree = InteractionTree()
     for agent, parent in (("a", "b"), ("b", ""), ("c", "b")):

@@ -154,7 +154,7 @@ def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
 
 def test_keys_of_recipes_that_answers_name_exist() -> None:
     sources = [path.read_text() for path in (PACKAGE / "view" / "answers").glob("*.py")]
-    pattern = r"\b(?:rollout|trainer|evaluation|inference|cluster)\.[a-z_.]*[a-z]"
+    pattern = r"(?<![.\w])(?:rollout|trainer|evaluation|inference|cluster)\.[a-z_.]*[a-z]"
     named = {key for text in sources for key in re.findall(pattern, text)}
     assert {"rollout.max_head_offpolicyness", "trainer.objective.clip_high"} <= named
     assert named <= {*list_keys()}

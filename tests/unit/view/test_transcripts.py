@@ -1,6 +1,5 @@
 """Recorded conversations: search, display, and control characters that reach no terminal."""
 
-import argparse
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.cli.inspect import _audit_tickets, _format_log_line
+from areal_hpc.cli.inspect import _format_log_line
 from areal_hpc.cli.main import main
 from areal_hpc.errors import AgentError, RecipeError, ShardError, escape_controls
 from areal_hpc.jobs.processes.process_setup import EscapingFormatter
@@ -39,6 +38,7 @@ from areal_hpc.view.transcripts.row_search import RowQuery, find_rows, format_gr
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.trajectory import CallRecord, RowKind, RowRecord, TrajectoryRow
+from tests.support.commands import exit_code_of
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.unit.view.run_directory import RunDirectory
 from tests.unit.view.test_situations import AT_WORK, NOW, evidence
@@ -360,7 +360,7 @@ def test_an_error_of_a_command_is_spelled_out(capsys: pytest.CaptureFixture[str]
 def test_audit_spells_out_why_it_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory(tmp_path / "run")
     append_drop(run.paths, DroppedTicket(TicketRef(7, 1), str(make_failure())))
-    _audit_tickets(argparse.Namespace(run=run.paths.root, tickets=True))
+    assert exit_code_of("audit", run.paths.root, "--tickets") == 0
     assert_is_shown_spelled_out(capsys.readouterr().out)
 
 
