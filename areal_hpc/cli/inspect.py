@@ -277,9 +277,10 @@ def _check_bundle(bundle: Path, run: RunPaths | None) -> int:
         print(f"problem: {escape_line(str(problem))}")
     manifest = check.manifest
     compared = f"{len(manifest.left_out)} in {run.root}" if run else "none outside of it"
+    written = f"{manifest.run}, written by areal-hpc {manifest.areal_hpc} at {manifest.time}"
     print(
-        f"{manifest.run}, written by areal-hpc {manifest.areal_hpc} at {manifest.time}: compared "
-        f"{len(manifest.files)} files of the bundle and {compared}\n{check.audit.summary_line}"
+        f"{escape_line(written)}: compared {len(manifest.files)} files of the bundle and "
+        f"{compared}\n{check.audit.summary_line}"
     )
     return ShardError.exit_code if problems or not check.audit.is_consistent else 0
 

@@ -143,6 +143,16 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     assert steps_in(capsys.readouterr().out) == [2], "not what an earlier launch told"
 
 
+@pytest.mark.parametrize("kind", [PlainReporter, LiveReporter])
+def test_the_first_weights_have_a_line_without_an_evaluation(
+    paths: RunPaths, kind: type[PlainReporter], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter = kind(paths, total_steps=3, sft_steps=0)
+    append_line(paths.metrics, {"step": 0, "time/step_s": 1})
+    reporter.close()
+    assert "step      0/3\n" in capsys.readouterr().out
+
+
 def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     paths: RunPaths, reporter: PlainReporter, capsys: pytest.CaptureFixture[str]
 ) -> None:

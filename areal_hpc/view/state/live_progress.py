@@ -67,7 +67,7 @@ class PlainReporter:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._view = RunView(paths)
         shown = MAX_EARLIER_STEPS if joins_run else 0
-        self._last_step = _get_last_step(self._view.steps[: len(self._view.steps) - shown])
+        self._last_step = _get_last_step(self._view.steps[: max(0, len(self._view.steps) - shown)])
         self._last_sft = _get_last_step(self._view.sft)
         self._evaluated = _list_evaluated_steps(self._view.steps)
         self._alerts: AlertTracker | None = None
@@ -200,16 +200,17 @@ class LiveReporter(PlainReporter):
 
     def _print_step(self, rows: Sequence[dict[str, Any]]) -> None:
         number = format_step_number(rows[-1], self._total_steps)
-        reward, *others = (*list_step_figures(rows[-1]), *self._describe_time_left(rows))
+        figures = (*list_step_figures(rows[-1]), *self._describe_time_left(rows))
         # Not arguments of `print`, which would apply to the live line, too, and change its height.
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(number, style="bold").append(f"  {reward}")
+        line.append(number, style="bold")
+        line.append("".join(f"  {figure}" for figure in figures[:1]))  # none before any training
         if "reward/mean" in rows[-1] and not self._console.options.ascii_only:
-            free = self._console.width - cell_len("  ".join((number, reward, "", *others)))
+            free = self._console.width - cell_len("  ".join((number, *figures, "")))
             width = max(0, min(free, self._total_steps, MAX_SPARKLINE_STEPS))
             curve = draw_sparkline(list_numbers(rows, "reward/mean"), width)
             line.append(f" {curve.ljust(width)}", style="cyan")
-        line.append("".join(f"  {figure}" for figure in others))
+        line.append("".join(f"  {figure}" for figure in figures[1:]))
         self._console.print(line)
 
     def _report_alert(self, alert: Alert) -> None:

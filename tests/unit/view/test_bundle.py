@@ -101,6 +101,13 @@ def forge(members: dict[str, bytes]) -> None:
     members["MANIFEST.json"] = json.dumps(manifest).encode()
 
 
+def recolor(members: dict[str, bytes]) -> None:
+    manifest = json.loads(members["MANIFEST.json"])
+    manifest |= {"run": "paper\x1b[2J", "areal_hpc": "1\x1b[2J", "time": "now\x1b[2J"}
+    members["MANIFEST.json"] = json.dumps(manifest).encode()
+    members["more"] = b""
+
+
 def escape(members: dict[str, bytes]) -> None:
     manifest = json.loads(members["MANIFEST.json"])
     manifest["files"]["../../etc/passwd"] = manifest["files"]["uv.lock"]
@@ -115,6 +122,7 @@ def escape(members: dict[str, bytes]) -> None:
         (lambda members: members.update({"more": b""}), "the manifest does not name it"),
         (escape, "names a file outside"),
         (forge, "lost=2"),
+        (recolor, "paper\\x1b[2J, written by areal-hpc 1\\x1b[2J at now\\x1b[2J: compared"),
     ],
 )
 def test_a_bundle_that_was_tampered_with_is_told(

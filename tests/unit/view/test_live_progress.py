@@ -113,13 +113,15 @@ def test_watch_shows_steps_and_alerts_within_the_terminal(
         assert max(map(cell_len, lines)) <= columns
 
 
+@pytest.mark.parametrize(("steps", "first_shown"), [(30, 21), (6, 1)])
 def test_watch_ends_with_the_status_of_a_run_that_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    steps: int, first_shown: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = MadeRun(tmp_path)
-    learn(run, 30)
+    learn(run, steps)
     run.finish()
     assert exit_code_of("watch", run.paths.root) == exit_code_of("status", run.paths.root)
     shown = capsys.readouterr().out
-    assert re.findall(r"^step +(\d+)", shown, re.MULTILINE) == [str(step) for step in range(21, 31)]
+    told = [int(step) for step in re.findall(r"^step +(\d+)", shown, re.MULTILINE)]
+    assert told == [*range(first_shown, steps + 1)]
     assert shown.count("made/run: finished\n") == 2
