@@ -140,11 +140,11 @@ class SftTrainer:
         seed = self._job.recipe.seed
         chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), seed)
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
-        batches = self._pack(rows)
         if sft.lora is not None:
             seed_dropout(seed, self.state.step)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         with raise_out_of_memory_as_recipe_error(self._policy, self._job.recipe.trainer):
+            batches = self._pack(rows)
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = record_skipped_steps(
             [norm],
@@ -190,8 +190,13 @@ class SftTrainer:
             return {}
         if step % evaluation.every_steps and step != self._sft.total_steps:
             return {}
-        batches = self._pack(self._held_out_rows)
-        stats = run_forward_backward(self._policy, batches, compute_sft_loss, backward=False)
+        rows, size, stats = self._held_out_rows, self._sft.batch_size, LossStats()
+        with raise_out_of_memory_as_recipe_error(self._policy, self._job.recipe.trainer):
+            for first in range(0, len(rows), size):  # as many on the device as in a training batch
+                batches = self._pack(rows[first : first + size])
+                stats.add(
+                    run_forward_backward(self._policy, batches, compute_sft_loss, backward=False)
+                )
         total = reduce_sft_stats(stats)
         return {"eval/loss": total["loss"] / max(1, total["tokens"])}
 

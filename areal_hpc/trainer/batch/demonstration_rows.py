@@ -5,7 +5,6 @@ rewrite what came earlier, such as by removing the reasoning of turns that are o
 begins another row, with the conversation as the template writes it up to that reply.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,6 +19,9 @@ from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder,
 from areal_hpc.trainer.batch.packing import TrainingRow
 
 TextRange = tuple[int, int]
+PROBE_REPLIES = ("\ue000", "\ue001")
+"""Replies that differ in their first character from each other, so from any reply one of them does.
+They are fixed: every rank must build the same rows."""
 
 
 @dataclass(slots=True)
@@ -134,11 +136,11 @@ class DemonstrationTokenizer:
     ) -> int:
         """Find where the reply begins in a text that does not begin with the reply's prompt.
 
-        The text with another reply is equal up to there, and may be so a little further.
+        The texts with other replies are equal up to there.
         """
-        other: Message = {"role": "assistant", "content": secrets.token_hex(16)}
         render = partial(self._template.render_prompt, tools=tools, opens_reply=False)
-        shared = _count_common_chars(text, render([*before, other]))
+        others = [render([*before, {"role": "assistant", "content": it}]) for it in PROBE_REPLIES]
+        shared = min(_count_common_chars(text, other) for other in others)
         history = render(before)
         opening = prompt.removeprefix(history)
         found = text.rfind(opening, _count_common_chars(text, history), shared)

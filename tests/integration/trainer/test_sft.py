@@ -51,8 +51,11 @@ def train(
 ) -> TaskExit:
     optimizer = {"lr": 1e-2, "warmup_steps": 5, "decay": "linear"}
     config = sft_config(
-        paths.root, ANSWERS, batch_size=4, optimizer=optimizer,
-        **{"total_steps": 160, "checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, **(sft or {})},
+        paths.root, ANSWERS, optimizer=optimizer,
+        **{
+            "batch_size": 4, "total_steps": 160,
+            "checkpoint_every_steps": CHECKPOINT_EVERY_STEPS, **(sft or {}),
+        },
     )  # fmt: skip
     return ranks.run(paths, "run", entry="areal_hpc.trainer.sft:run", config=config, **scenario)
 
@@ -161,7 +164,7 @@ def test_an_adapter_is_judged_merged_and_resumed_to_the_same_bits(
     ranks: RankServer, paths: RunPaths
 ) -> None:
     sft = {
-        "total_steps": 6, "checkpoint_every_steps": 2, "evaluation": {
+        "total_steps": 6, "checkpoint_every_steps": 2, "batch_size": 3, "evaluation": {
             "dataset": {"path": "held out"}, "every_steps": 3,
         },
         "lora": {"rank": 4, "alpha": 8, "dropout": 0.1},

@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.dataset.demonstrations import Demonstration
 from areal_hpc.errors import RecipeError
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.trainer.batch.demonstration_rows import DemonstrationTokenizer
+from areal_hpc.trainer.batch.demonstration_rows import PROBE_REPLIES, DemonstrationTokenizer
 from tests.support.chatml import CHATML, write_model_dir
 from tests.support.template_scenes import SCENES, TOOLS
 from tests.unit.session import families
@@ -90,6 +90,17 @@ def test_replies_alone_are_learned(
 ) -> None:
     demonstration = Demonstration(SCENES[scene], TOOLS if scene == "call" else None)
     assert list_learned(write_model(tmp_path, template), demonstration) == learned
+
+
+def test_a_reply_is_found_by_its_place_whatever_it_begins_with(tmp_path: Path) -> None:
+    """All ranks build the same rows, and the prompt is not learned."""
+    model = write_model(tmp_path, OPENS_REASONING)
+    replies = ["42 is it", "a", "0", "", *PROBE_REPLIES, *map("{:x}".format, range(16))]
+    question = {"role": "user", "content": "?"}
+    demonstrations = [
+        Demonstration([question, {"role": "assistant", "content": reply}]) for reply in replies
+    ]
+    assert list_learned(model, *demonstrations) == [[reply + END] for reply in replies]
 
 
 def test_a_row_holds_the_conversation_up_to_its_last_reply(tmp_path: Path) -> None:
