@@ -6,6 +6,7 @@ import argparse
 import itertools
 import logging
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -214,7 +215,8 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
             lines = chain(lines, [""], describe_planned_steps(recipe, allocation, pythons))
         print("\n".join(lines))
         print(f"nothing was started; {_describe_run_dir(recipe)}")
-        print(f"areal-hpc plan {arguments.recipe} shows processes, environment and memory")
+        plan = shlex.join(["areal-hpc", "plan", str(arguments.recipe), *arguments.overrides])
+        print(f"{plan} shows processes, environment and memory")
         return 0
     result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
     return result.exit_code

@@ -9,6 +9,7 @@ from typing import Protocol
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
 from areal_hpc.jobs.config import get_interpreters
 from areal_hpc.jobs.processes.process_setup import StopEvent
+from areal_hpc.jobs.requeue import read_progress_bytes
 from areal_hpc.jobs.restarts import RestartPolicy, find_crash_error
 from areal_hpc.jobs.starts import read_checkpoint_duration_s
 from areal_hpc.launch.job_places import (
@@ -124,12 +125,20 @@ def run_standalone_stage(
         ).run_stage_jobs(stage)
 
 
+def read_progress(stage: JobStage, paths: RunPaths) -> int:
+    """Return the size of the stage's own file of progress, or else the run's last step."""
+    if stage.progress is not None:
+        return read_progress_bytes(str(stage.progress))
+    rows = read_metrics(paths.metrics)
+    return int(rows[-1]["step"]) if rows else -1
+
+
 def job_made_progress(
     job: str, *, steps_taken: int, steps_left: int, lived_s: float, is_leader: bool = False
 ) -> bool:
     """Return whether a job did some of its work in the `lived_s` since its submission. Pure.
 
-    `steps_taken` counts the run's steps since then.
+    `steps_taken` is what `read_progress` has grown by since then.
     """
     if job == EVALUATION_CELL and steps_left > 0 and not is_leader:
         return True  # its loss delays nothing before the last step
@@ -174,7 +183,7 @@ class ForegroundLauncher:
             self._reporter.print_line(line)
         try:
             for spec in stage.jobs:
-                handle, progress = self._submit_job(spec), self._read_progress(stage)
+                handle, progress = self._submit_job(spec), read_progress(stage, self._paths)
                 self._jobs.append(_JobInProgress(spec, handle, progress, time.monotonic()))
             self._await_stage_end(stage)
         finally:
@@ -188,12 +197,6 @@ class ForegroundLauncher:
         handle = self._place.submit_job(spec)
         self._events.record("job_submitted", job=spec.name, job_id=handle.start_id)
         return handle
-
-    def _read_progress(self, stage: JobStage) -> int:
-        if stage.leader.name == EVALUATION_CELL and stage.progress is not None:
-            return stage.progress.stat().st_size if stage.progress.exists() else 0
-        rows = read_metrics(self._paths.metrics)
-        return int(rows[-1]["step"]) if rows else -1
 
     def _await_stage_end(self, stage: JobStage) -> None:
         storage = StorageErrorTolerance()
@@ -220,7 +223,7 @@ class ForegroundLauncher:
     def _handle_job_failure(
         self, stage: JobStage, job: _JobInProgress, failure: JobFailedError
     ) -> None:
-        progress, now = self._read_progress(stage), time.monotonic()
+        progress, now = read_progress(stage, self._paths), time.monotonic()
         progressed = job_made_progress(
             job.spec.name,
             steps_taken=progress - job.progress_at_submission,

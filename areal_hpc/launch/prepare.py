@@ -339,12 +339,13 @@ def check_recipe_changes(
 def check_finished_recipe(recipe: Recipe, paths: RunPaths) -> None:
     """Check that a finished run was trained by this recipe: it will not be trained again."""
     before, now, changed = _compare_with_launched_recipe(recipe, paths)
+    more = "" if recipe.train_dataset is None else ", ask for more trainer.total_steps"
     problems = [
         Problem(
             f"the run in {paths.root} is finished, and it was trained with {key}="
             f"{before[key]!r}, got {now[key]!r}",
             key,
-            "use another trial_name, ask for more trainer.total_steps, or --fresh to start over",
+            f"use another trial_name{more}, or --fresh to start over",
         )
         for key in changed
         if key in before

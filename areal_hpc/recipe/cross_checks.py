@@ -152,7 +152,14 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "weights.transport",
             "use weights.transport=broadcast, or trainer.lora.sync=merged",
         )
-    if profile := trainer.profile:
+    if trainer.profile and recipe.train_dataset is None:
+        yield Problem(
+            "trainer.profile traces steps of reinforcement learning, and without train_dataset "
+            "there are none",
+            "trainer.profile",
+            "set trainer.profile=null",
+        )
+    elif profile := trainer.profile:
         lasts = {"steps": trainer.total_steps, "ranks": parallel.world_size - 1}
         for name, last in lasts.items():
             if (largest := max(getattr(profile, name), default=0)) > last:

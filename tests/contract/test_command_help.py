@@ -1,6 +1,7 @@
 """Commands show usage and an example on errors; dry runs and SGLang's options stay as recorded."""
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,10 @@ def test_a_dry_run_starts_nothing(tmp_path: object, capfd: pytest.CaptureFixture
     assert exit_code_of("status", f"{tmp_path}/runs") == 78
     assert exit_code_of("run", "--dry-run", "recipes/quickstart.yaml", fileroot) == 0
     assert len(capfd.readouterr().out.splitlines()) <= 12
+    words = ("sft", "recipes/quickstart.yaml", fileroot)
+    assert exit_code_of("run", "--dry-run", *words) == 0
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"areal-hpc plan {shlex.join(words)} shows")
 
 
 def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:

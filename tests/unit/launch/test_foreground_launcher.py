@@ -8,10 +8,15 @@ import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, JobFailedError, RecipeError
 from areal_hpc.launch import run
-from areal_hpc.launch.foreground_launcher import LOCAL_RESTART_POLICY, job_made_progress
-from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.foreground_launcher import (
+    LOCAL_RESTART_POLICY,
+    job_made_progress,
+    read_progress,
+)
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import JobSpec, Submission, TaskExit, record_submission, write_task_exit
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
 from tests.support.scripted_slurm import ScriptedSlurm
@@ -57,6 +62,17 @@ def test_a_job_was_of_use_if_the_run_got_further_or_could_do_without_it(
 
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
+
+
+def test_each_stage_proceeds_by_its_own_metrics(paths: RunPaths) -> None:
+    sft, train = plan_run(load_recipe(QUICKSTART), paths)
+    assert (read_progress(sft, paths), read_progress(train, paths)) == (0, -1)
+    append_line(paths.sft_metrics, {"step": 1})
+    assert read_progress(sft, paths) > 0
+    append_line(paths.metrics, {"step": 7})
+    assert read_progress(train, paths) == 7
+
+
 LOOKS_OF_A_CARETAKER = 12
 
 

@@ -9,7 +9,12 @@ from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.evaluation import find_target
 from areal_hpc.launch.plan import plan_run
-from areal_hpc.launch.prepare import check_recipe_changes, is_run_finished, write_run_recipe
+from areal_hpc.launch.prepare import (
+    check_finished_recipe,
+    check_recipe_changes,
+    is_run_finished,
+    write_run_recipe,
+)
 from areal_hpc.recipe.loading import build_recipe, load_recipe
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
@@ -84,6 +89,12 @@ def test_a_finished_stage_is_judged_and_goes_on_with_tasks(tmp_path: Path) -> No
     paths.finished_marker.touch()
     paths.sft_export.mkdir(parents=True)
     assert is_run_finished(alone, paths)
+    with pytest.raises(RecipeError, match=r"trained with sft\.total_steps=1200") as refused:
+        check_finished_recipe(
+            load_recipe(QUICKSTART, [fileroot, "train_dataset=null", "sft.total_steps=2000"]), paths
+        )
+    hint = refused.value.problems[0].hint
+    assert hint == "use another trial_name, or --fresh to start over"
     text = summarize_run(view, "areal-hpc")
     assert "SFT loss          3.0000 -> 0.5000" in text
     assert "held-out loss     1.5000 -> 0.2500" in text

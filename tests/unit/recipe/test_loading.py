@@ -154,6 +154,11 @@ REFUSED = [
         "trainer.profile.steps trainer.profile.ranks",
         "steps has 99, and the last is 25|ranks has 1, and the last is 0",
     ),
+    (
+        "train_dataset=null; trainer.profile={steps: [3]}",
+        "trainer.profile",
+        "without train_dataset there are none",
+    ),
     ("trainer.profile={memory: true}", "trainer.profile.steps", "this key is required"),
     # names that would leave the file root
     *(
