@@ -17,6 +17,8 @@ from msgspec.structs import replace
 
 from areal_hpc.errors import RecipeError, ShardError, describe_exception
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.reward.judge_check import measure_agreement
 from areal_hpc.rollout.execution.process_pool import ProcessPool
@@ -37,13 +39,14 @@ MAX_SHOWN_CHANGES = 10
 
 
 class RewardCaller:
-    """Caller of a reward function, a blocking one in processes."""
+    """Caller of a reward function, a blocking one in processes with the run's isolation."""
 
-    def __init__(self, function: Callable[..., Any], timeout_s: float) -> None:
+    def __init__(self, function: Callable[..., Any], timeout_s: float, isolation: str) -> None:
         self._function, self._timeout_s = function, timeout_s
         self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._signature = inspect.signature(function)
-        self._pool = ProcessPool(os.cpu_count() or 1)
+        environ = {**os.environ, ISOLATION_VARIABLE: isolation}
+        self._pool = ProcessPool(os.cpu_count() or 1, environ)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     def bind_arguments(
@@ -85,22 +88,29 @@ async def rejudge_steps(
     """Judge the episodes of these batches that have no new reward yet; return all of them.
 
     `only_failed` leaves out episodes whose recorded reward is above 0. `timeout_s` limits one call.
+
+    Raises:
+        RecipeError: The function is not there, or none of the episodes can be judged by it.
     """
-    caller = RewardCaller(load_user_function(function_path, "--reward"), timeout_s)
+    function, recipe = load_user_function(function_path, "--reward"), load_recipe(run.recipe)
+    caller = RewardCaller(function, timeout_s, recipe.reward.isolation)
     known = read_rejudged_episodes(run, function_path)
     tasks = TaskSet.read(run.dataset("train"))
     file = run.rejudged_rewards(function_path)
     file.parent.mkdir(exist_ok=True)
+    refusals: list[RecipeError] = []
 
     async def judge(unjudged: RejudgedEpisode, rows: Sequence[TrajectoryRow]) -> RejudgedEpisode:
         if earlier := known.get((unjudged.shard, unjudged.rows[0])):
             return earlier
         task_index = rows[0].record.task_index
-        task = tasks[task_index] if task_index >= 0 else {}  # else the agent brought its own
-        arguments = caller.bind_arguments(task, find_conversation(rows))
         try:
+            task = tasks[task_index] if task_index >= 0 else {}  # else the agent brought its own
+            arguments = caller.bind_arguments(task, find_conversation(rows))
             judged = replace(unjudged, reward=await caller.call(arguments))
         except Exception as error:  # boundary: the user's function; the line says its error
+            if isinstance(error, RecipeError):
+                refusals.append(error)
             judged = replace(unjudged, error=describe_exception(error))
         append_line(file, judged)
         return judged
@@ -114,6 +124,8 @@ async def rejudge_steps(
         ]
         episodes += await asyncio.gather(*starmap(judge, chosen))
         print_line(f"step {step}: {len(chosen)} episodes")
+    if refusals and len(refusals) == len(episodes):
+        raise refusals[0]
     return episodes
 
 

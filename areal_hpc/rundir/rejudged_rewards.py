@@ -24,7 +24,7 @@ class RejudgedEpisode(msgspec.Struct, frozen=True, omit_defaults=True):
     old_reward: float
     """Reward that the episode was trained with."""
     reward: float | None = None
-    """New reward; None if the function failed."""
+    """New reward; None if the function failed, or could not be called."""
     error: str = ""
 
 

@@ -45,8 +45,9 @@ def record_run(
 ) -> RunPaths:
     """Write a run of so many batches, of rows up to `oldest` versions old, with any routes.
 
-    With `says_rewards` each reply is the number that is its reward unless `rewards` has another. In
-    `far_steps` the ratio of the trainer's and the engine's probabilities is no 32-bit number.
+    With `says_rewards` each reply is the number that is its reward unless `rewards` has another,
+    and the tasks are 0 and 1. In `far_steps` the ratio of the trainer's and the engine's
+    probabilities is no 32-bit number.
     """
     paths = RunPaths(root)
     make_tiny_model(
@@ -174,7 +175,7 @@ def _trajectory(
 def _say_reward(row: TrajectoryRow) -> TrajectoryRow:
     (reply,) = row.record.calls
     record = structs.replace(
-        row.record, task_index=0, calls=[structs.replace(reply, new_messages=1)]
+        row.record, task_index=row.ticket_id % 2, calls=[structs.replace(reply, new_messages=1)]
     )
     question, answer = {"role": "user", "content": "?"}, {"role": "assistant"}
     messages = [question, {**answer, "content": str(row.reward)}]

@@ -1,6 +1,9 @@
 """Reward functions for `areal-hpc rejudge` of runs whose replies say their rewards."""
 
+import os
 from typing import Any
+
+from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 
 
 def read_said(
@@ -20,6 +23,12 @@ def fail_on_zero(
     prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **task: Any
 ) -> float:
     return 1 / float(completions)
+
+
+def read_isolation(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, **task: Any
+) -> float:
+    return float(os.environ[ISOLATION_VARIABLE] == "none")
 
 
 def judge_folder(*, folder: str, **task: Any) -> float:

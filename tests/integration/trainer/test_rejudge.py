@@ -25,7 +25,7 @@ RIGHT = f"{FUNCTIONS}:read_said"
 def record(root: Path, *, wrong: bool) -> RunPaths:
     rewards = dict.fromkeys(range(1, STEPS + 1), WRONG) if wrong else None
     paths = record_run(root, STEPS, rewards=rewards, says_rewards=True)
-    paths.dataset("train").write_text(json.dumps({"scale": 1.0}) + "\n")
+    paths.dataset("train").write_text((json.dumps({"scale": 1.0}) + "\n") * 2)
     write_recipe(paths, {**TRAINER, **SETTINGS})
     return paths
 
@@ -101,6 +101,28 @@ def test_episodes_without_a_new_reward_are_counted_and_judged_again(
         )
     lines = read_readable_records(misjudged.rejudged_rewards(function))
     assert len(lines) == STEPS * TICKETS * SAMPLES + failing
+
+
+def test_an_episode_that_the_function_does_not_fit_keeps_no_other_from_its_reward(
+    misjudged: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    misjudged.dataset("train").write_text('{"scale": 1.0}\n{"size": 1}\n')
+    assert exit_code_of("rejudge", misjudged.root, "--reward", RIGHT) == 1
+    lines = read_readable_records(misjudged.rejudged_rewards(RIGHT))
+    assert len(lines) == STEPS * TICKETS * SAMPLES
+    errors = [line["error"] for line in lines if "reward" not in line]
+    assert len(errors) == len(lines) // 2
+    assert all("missing a required argument: 'scale'" in error for error in errors)
+    said = capsys.readouterr().out
+    assert f"{len(errors)} episodes have no new reward, the first for" in said
+
+
+def test_a_function_has_the_isolation_of_the_run(misjudged: RunPaths) -> None:
+    for isolation, reward in (("bwrap", 0.0), ("none", 1.0)):
+        write_recipe(misjudged, {**TRAINER, **SETTINGS}, reward={"isolation": isolation})
+        function = f"{FUNCTIONS}:read_isolation"
+        misjudged.rejudged_rewards(function).unlink(missing_ok=True)
+        assert {line["reward"] for line in read_rewards(misjudged, function)} == {reward}
 
 
 def read_rewards(run: RunPaths, function: str) -> list[dict[str, float]]:
