@@ -39,6 +39,7 @@ from areal_hpc.recipe.keys import (
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.dataset import MixtureSourceConfig
 from areal_hpc.recipe.sections.trainer import compute_learning_rate
 from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
@@ -86,6 +87,7 @@ ABSOLUTE_PATH_KEYS = (
     "trainer.objective.critic.model",
 )
 """Keys whose paths are absolute in a run's recipe: those of models, and of a file with a key."""
+_LIST_ITEM_PATTERN = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,13 +345,13 @@ def check_finished_recipe(recipe: Recipe, paths: RunPaths) -> None:
     problems = [
         Problem(
             f"the run in {paths.root} is finished, and it was trained with {key}="
-            f"{before[key]!r}, got {now[key]!r}",
+            f"{before.get(key)!r}, got {now.get(key)!r}",
             key,
             f"use another trial_name{more}, or --fresh to start over",
         )
         for key in changed
-        if key in before
-        and key in now  # keys of other versions are not the user's
+        # Keys of other versions are not the user's, but items of lists are.
+        if ((key in before and key in now) or _LIST_ITEM_PATTERN.search(key))
         and not is_key_within(key, KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL)
     ]
     if problems:
@@ -364,6 +366,10 @@ def _compare_with_launched_recipe(
     Values that may be secrets are compared, but hidden in the returned values.
     """
     trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
+    # A run of an older version has sources without the keys that this version adds.
+    defaults = MixtureSourceConfig.model_construct().model_dump(mode="json")
+    for source in (trees[0].get("train_dataset") or {}).get("sources", ()):
+        source.update(defaults | source)
     before, now = map(flatten_keys, trees)
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     return (

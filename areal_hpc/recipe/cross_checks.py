@@ -3,7 +3,7 @@
 Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.evaluation.set_metrics import resolve_k
@@ -17,7 +17,7 @@ from areal_hpc.recipe.sections.objective import (
 )
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
-from areal_hpc.recipe.source_objectives import resolve_source_objectives
+from areal_hpc.recipe.source_objectives import list_trained_settings, resolve_source_objectives
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
@@ -37,10 +37,15 @@ SMALLEST_DECAY_OF_A_STEP = 2.0**-25
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """Find values that do not fit together."""
-    yield from _find_training_conflicts(recipe)
+    objectives: list[ObjectiveConfig] = []
+    try:
+        objectives = resolve_source_objectives(recipe)
+    except RecipeError as error:
+        yield from error.problems
+    yield from _find_training_conflicts(recipe, objectives)
     yield from _find_workflow_and_evaluation_problems(recipe)
     yield from _find_online_conflicts(recipe)
-    yield from _find_rollout_conflicts(recipe)
+    yield from _find_rollout_conflicts(recipe, objectives)
     yield from _find_sandbox_conflicts(recipe)
     yield from _find_served_teacher_conflicts(recipe)
     yield from _find_serving_conflicts(recipe)
@@ -122,7 +127,9 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
+def _find_training_conflicts(
+    recipe: Recipe, objectives: Sequence[ObjectiveConfig]
+) -> Iterator[Problem]:
     if recipe.model.tiny is not None and recipe.sft is None:
         yield Problem(
             "a tiny model trains its tokenizer on SFT demonstrations, but the recipe has no "
@@ -165,22 +172,13 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             if (largest := max(getattr(profile, name), default=0)) > last:
                 message = f"trainer.profile.{name} has {largest}, and the last is {last}"
                 yield Problem(message, f"trainer.profile.{name}", f"name those up to {last}")
-    try:
-        source_objectives = resolve_source_objectives(recipe)
-    except RecipeError as error:
-        source_objectives = []
-        yield from error.problems
     objective = trainer.objective
-    settings = {
-        setting: None
-        for source_objective in (objective, *source_objectives)
-        for setting in source_objective.list_settings(RATIO_SETTINGS)
-    }
-    for setting in settings if trainer.ratios_are_one else ():
+    settings = list_trained_settings(recipe, objectives, RATIO_SETTINGS)
+    for key, value in settings.items() if trainer.ratios_are_one else ():
         yield Problem(
-            f"trainer.objective.{setting} would have no effect: with trainer.minibatches=1 and "
+            f"{key}={value} would have no effect: with trainer.minibatches=1 and "
             f"trainer.objective.proximal={objective.proximal} every ratio is 1",
-            f"trainer.objective.{setting.partition('=')[0]}",
+            key,
             "set trainer.minibatches=2 or more, or trainer.objective.proximal=none with "
             "off_policy_correction=none",
         )
@@ -367,16 +365,18 @@ def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
+def _find_rollout_conflicts(
+    recipe: Recipe, objectives: Sequence[ObjectiveConfig]
+) -> Iterator[Problem]:
     rollout, cells = recipe.rollout, recipe.inference.cells
-    objective = recipe.trainer.objective
-    compares = objective.list_settings(GROUP_SETTINGS)
-    if rollout.n_samples < 2 and compares:
+    settings = list_trained_settings(recipe, objectives, GROUP_SETTINGS)
+    if rollout.n_samples < 2 and settings:
+        compares = " and ".join(f"{key}={value}" for key, value in settings.items())
         yield Problem(
-            f"rollout.n_samples={rollout.n_samples}: trainer.objective.{' and '.join(compares)} "
-            "compare the episodes of one task, so at least 2 are needed",
+            f"rollout.n_samples={rollout.n_samples}: {compares} compare the episodes of one task, "
+            "so at least 2 are needed",
             "rollout.n_samples",
-            "use 2 or more, or trainer.objective.baseline=batch_mean with scale_rewards=batch",
+            "use 2 or more, or an objective with baseline=batch_mean and scale_rewards=batch",
         )
     if rollout.n_samples < 2 and rollout.filter_same_reward:
         yield Problem(

@@ -18,14 +18,21 @@ USUAL_SECTIONS = ("trainer", "rollout", "inference")
 
 
 def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested mapping by dotted keys."""
+    """Return the leaves of a nested mapping by dotted keys; lists have `sources.0.weight`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= flatten_keys(value, f"{prefix}{key}.")
+        if (section := _get_section(value)) is not None:
+            leaves |= flatten_keys(section, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves
+
+
+def _get_section(value: Any) -> Mapping[Any, Any] | None:
+    """Return a mapping as it is, and a list of mappings by its positions; None for others."""
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        return {str(position): item for position, item in enumerate(value)}
+    return value if isinstance(value, Mapping) else None
 
 
 def flatten_keys_hiding_private_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,12 +60,13 @@ def read_role_variables(recipe: Path, role: str) -> dict[str, str]:
 
 def hide_private_values_equal_in(tree: Any, stored: Any, key: str = "") -> Any:
     """Replace the private values of a recipe that are equal in the stored one."""
-    if isinstance(tree, Mapping):
-        stored_values = stored if isinstance(stored, Mapping) else {}
-        return {
+    if (section := _get_section(tree)) is not None:
+        stored_values = _get_section(stored) or {}
+        shown = {
             name: hide_private_values_equal_in(value, stored_values.get(name), f"{key}.{name}")
-            for name, value in tree.items()
+            for name, value in section.items()
         }
+        return shown if isinstance(tree, Mapping) else [*shown.values()]
     return _HIDDEN_VALUE_TEXT if tree == stored and _PRIVATE_KEY_PATTERN.search(key) else tree
 
 

@@ -1,6 +1,6 @@
 """Objective of each source of training tasks: the recipe's, with the keys that the source names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,12 +36,32 @@ def resolve_source_objectives(recipe: Recipe) -> list[ObjectiveConfig]:
             problems += shared
             continue
         try:
-            objectives[-1] = ObjectiveConfig.model_validate(_merge_keys(base, own))
+            max_new_tokens = recipe.rollout.sampling.max_new_tokens
+            values = _merge_keys(base, own, max_new_tokens)
+            objectives[-1] = ObjectiveConfig.model_validate(values)
         except ValidationError as error:
             problems += explain_validation_errors(error.errors(), ObjectiveConfig, f"{key}.")
     if problems:
         raise RecipeError.from_problems(problems)
     return objectives or [base]
+
+
+def list_trained_settings(
+    recipe: Recipe, objectives: Sequence[ObjectiveConfig], known: Sequence[tuple[str, str]]
+) -> dict[str, str]:
+    """List the `known` settings that sources are trained with, by the keys that set them.
+
+    A source's own keys and preset are its own settings; the others are those of the recipe.
+    """
+    settings = {}
+    for number, objective in enumerate(objectives):
+        own = recipe.train_mixture[number].objective if recipe.train_mixture else {}
+        for name, value in known:
+            if getattr(objective, name) == value:
+                is_own = name in own or "preset" in own
+                section = f"train_dataset.sources.{number}" if is_own else "trainer"
+                settings[f"{section}.objective.{name}"] = value
+    return settings
 
 
 def _find_shared_keys(base: ObjectiveConfig, own: Mapping[str, Any], key: str) -> Iterator[Problem]:
@@ -72,9 +92,16 @@ def _find_shared_keys(base: ObjectiveConfig, own: Mapping[str, Any], key: str) -
         )
 
 
-def _merge_keys(base: ObjectiveConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_keys(
+    base: ObjectiveConfig, own: Mapping[str, Any], max_new_tokens: int
+) -> dict[str, Any]:
     values = base.model_dump()
     if preset := PRESETS.get(str(own.get("preset"))):
         defaults = ObjectiveConfig().model_dump()
         values |= {key: defaults[key] for key in SOURCE_OBJECTIVE_KEYS} | dict(preset.objective)
-    return values | dict(own) | {"kl": values["kl"] | own.get("kl", {})}
+    merged = values | dict(own) | {"kl": values["kl"] | (own.get("kl") or {})}
+    if own.get("loss_scale_tokens") is None:  # it belongs to one loss_agg
+        has_scale = merged["loss_agg"] == "seq_mean_token_sum_norm"
+        default = values["loss_scale_tokens"] or max_new_tokens
+        merged["loss_scale_tokens"] = default if has_scale else None
+    return merged

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -215,10 +214,6 @@ class ObjectiveConfig(BaseConfig):
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return self.baseline == "value"
-
-    def list_settings(self, known: Sequence[tuple[str, str]]) -> list[str]:
-        """List the `known` settings, by key and value, that this objective has."""
-        return [f"{key}={value}" for key, value in known if getattr(self, key) == value]
 
     @property
     def advantages_need_logprobs(self) -> bool:

@@ -31,6 +31,8 @@ class SourceObjectives:
         self._sources = sources
         self.distinct: list[ObjectiveConfig] = []
         """Objectives, each once; a row has the index of its own."""
+        # The name of a preset changes nothing beside the values that it has set.
+        objectives = [each.model_copy(update={"preset": "default"}) for each in objectives]
         for objective in objectives:
             if objective not in self.distinct:
                 self.distinct.append(objective)

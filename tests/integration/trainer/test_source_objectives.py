@@ -69,6 +69,12 @@ def compute_gradient(
     return torch.cat([tensor.flatten() for tensor in exported_gradients(policy).values()]).double()
 
 
+def test_objectives_that_differ_in_the_name_of_their_preset_are_one() -> None:
+    objectives = [ObjectiveConfig(), ObjectiveConfig(preset="dapo"), ObjectiveConfig(clip_low=0.1)]
+    sources = SourceObjectives(TrainSources(("a", "b", "c"), (1, 1, 1)), objectives)
+    assert [objective.clip_low for objective in sources.distinct] == [0.2, 0.1]
+
+
 @pytest.mark.on_ranks(1)
 def test_the_gradient_is_the_weighted_sum_of_the_sources_alone(
     scenario: Scenario, paths: RunPaths

@@ -7,9 +7,11 @@ import stat
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.config import InferenceJobConfig
@@ -30,7 +32,7 @@ from areal_hpc.launch.prepare import (
 from areal_hpc.launch.run import report_finished_run
 from areal_hpc.launch.slurm_launcher import write_scripts
 from areal_hpc.recipe.keys import read_role_variables
-from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.loading import build_recipe, load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
@@ -188,6 +190,43 @@ def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path
     with pytest.raises(RecipeError, match=r"workflow_kwargs\.token") as refused:
         check_finished_recipe(second, paths)
     assert "sk-" not in "\n".join([*lines, str(refused.value)])
+
+
+def load_mixture(root: Path, *sources: dict[str, Any]) -> Recipe:
+    values = yaml.safe_load(QUICKSTART.read_text()) | {
+        "train_dataset": {"sources": [*sources]},
+        "cluster": {"fileroot": str(root)},
+    }
+    return build_recipe(values)
+
+
+def test_sources_are_compared_key_by_key_and_their_secrets_are_not_told(tmp_path: Path) -> None:
+    def make_source(**keys: Any) -> dict[str, Any]:
+        return {"path": "a", "workflow": "b.C", **keys}
+
+    first = load_mixture(tmp_path, make_source(workflow_kwargs={"token": "sk-1"}), {"path": "b"})
+    paths = begin_run(first)
+    more = load_mixture(tmp_path, *first.model_dump()["train_dataset"]["sources"], {"path": "c"})
+    other = load_mixture(tmp_path, make_source(workflow_kwargs={"token": "sk-2"}), {"path": "b"})
+    for recipe, key in ((more, "2.path"), (other, "0.workflow_kwargs.token")):
+        with pytest.raises(RecipeError) as refused:
+            check_recipe_changes(recipe, paths, pytest.fail)
+        assert f"train_dataset.sources.{key} cannot change" in str(refused.value)
+        with pytest.raises(RecipeError, match=f"trained with train_dataset.sources.{key}") as end:
+            check_finished_recipe(recipe, paths)
+        assert "sk-" not in f"{refused.value}{end.value}"
+
+
+def test_a_run_whose_sources_lack_keys_of_this_version_goes_on(tmp_path: Path) -> None:
+    recipe = load_mixture(tmp_path, {"path": "a"}, {"path": "b", "weight": 2})
+    paths = begin_run(recipe)
+    written = yaml.safe_load(paths.recipe.read_text())
+    for source in written["train_dataset"]["sources"]:
+        for key in ("name", "workflow", "workflow_kwargs", "objective"):
+            del source[key]
+    paths.recipe.write_text(yaml.safe_dump(written))
+    check_recipe_changes(recipe, paths, pytest.fail)
+    check_finished_recipe(recipe, paths)
 
 
 def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def test_a_recorded_command_has_no_secret_of_its_overrides(override: str) -> Non
         # Validation of the whole section finds the error, and could quote the section.
         ["rollout.failed_episodes={reward: .inf}", f"rollout.workflow_kwargs.token={SECRET}"],
         [f"cluster.agents.variables={{A: [{SECRET}]}}"],
+        [f"train_dataset={{sources: [{{path: a, workflow_kwargs: {{token: {SECRET}}}}}]}}"],
     ],
 )
 def test_an_error_of_a_recipe_tells_no_secret(overrides: list[str]) -> None:

@@ -233,15 +233,20 @@ def test_a_preset_clips_where_its_paper_does(name: str, low: float, high: float)
     assert (objective.clip_low, objective.clip_high) == (low, high)
 
 
-def build_mixture(own: dict[str, Any], **objective: Any) -> Recipe:
+def build_mixture(own: dict[str, Any], n_samples: int = 4, **objective: Any) -> Recipe:
     sources = [{"path": "/tmp", "name": "plain"}, {"path": "/tmp", "objective": own}]
     return build_recipe(
-        {**BASE, "train_dataset": {"sources": sources}, "trainer": {"objective": objective}}
+        {
+            **BASE,
+            "train_dataset": {"sources": sources},
+            "rollout": {**BASE["rollout"], "n_samples": n_samples},
+            "trainer": {"objective": objective},
+        }
     )
 
 
 def test_a_source_changes_keys_of_the_recipes_objective_or_begins_with_a_preset() -> None:
-    base = {"clip_high": 0.5, "kl": {"coef": 0.1}}
+    base: dict[str, Any] = {"clip_high": 0.5, "kl": {"coef": 0.1}}
     plain, own = resolve_source_objectives(
         build_mixture({"clip_low": 0.1, "kl": {"coef": 0.2}}, **base)
     )
@@ -251,6 +256,8 @@ def test_a_source_changes_keys_of_the_recipes_objective_or_begins_with_a_preset(
         build_mixture({"preset": "rloo", "entropy_coef": 0.1}, **base)
     )
     assert (own.baseline, own.clip_high, own.kl.coef) == ("leave_one_out", 0.28, 0.1)
+    _, own = resolve_source_objectives(build_mixture({"kl": None, "credit": "turn"}, **base))
+    assert own.kl.coef == 0.1
     assert resolve_source_objectives(build("rloo")) == [build("rloo").trainer.objective]
 
 
@@ -263,6 +270,8 @@ def test_a_source_changes_keys_of_the_recipes_objective_or_begins_with_a_preset(
         ({"preset": "dppo"}, "preset", "for all sources, and preset=dppo sets it"),
         ({"kl": {"coef": 0.1}}, "kl", "trainer.objective.kl.coef=0.0"),
         ({"baseline": "value"}, "baseline", "a critic learns the values of all sources"),
+        ({"preset": "gspo"}, "ratio_level", "every ratio is 1"),
+        ({"surrogate": "cispo"}, "surrogate", "every ratio is 1"),
     ],
 )
 def test_what_sources_share_cannot_differ(own: dict[str, Any], key: str, message: str) -> None:
@@ -271,6 +280,26 @@ def test_what_sources_share_cannot_differ(own: dict[str, Any], key: str, message
     problem = caught.value.problems[0]
     assert problem.key == f"train_dataset.sources.1.objective.{key}"
     assert message in problem.message
+
+
+def test_a_source_that_compares_episodes_needs_two_of_a_task() -> None:
+    alone = {"baseline": "batch_mean", "scale_rewards": "batch"}
+    build_mixture({"credit": "turn"}, n_samples=1, **alone)
+    with pytest.raises(RecipeError) as caught:
+        build_mixture({"baseline": "group_mean"}, n_samples=1, **alone)
+    (problem,) = caught.value.problems
+    assert problem.key == "rollout.n_samples"
+    assert "train_dataset.sources.1.objective.baseline=group_mean compare" in problem.message
+
+
+def test_the_divisor_of_sums_follows_a_sources_own_aggregation() -> None:
+    for preset, own, scales in (
+        ("default", {"preset": "dr_grpo"}, (None, 512)),
+        ("dr_grpo", {"loss_agg": "token_mean"}, (512, None)),
+        ("dr_grpo", {"loss_scale_tokens": 7}, (512, 7)),
+    ):
+        objectives = resolve_source_objectives(build_mixture(own, preset=preset))
+        assert tuple(each.loss_scale_tokens for each in objectives) == scales
 
 
 def test_the_default_preset_is_no_preset() -> None:

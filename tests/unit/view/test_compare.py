@@ -93,11 +93,13 @@ def test_values_that_may_be_secrets_are_compared_and_not_shown(tmp_path: Path) -
         recipe = yaml.safe_load(paths.recipe.read_text())
         recipe["cluster"] = {"agents": {"variables": {"API_KEY": secret}}}
         recipe["rollout"] = {"workflow_kwargs": {"token": secret}}
+        source = {"path": "a", "workflow_kwargs": {"key": secret}}
+        recipe["train_dataset"] = {"sources": [source, {"path": "b"}]}
         paths.recipe.write_text(yaml.safe_dump(recipe))
     table = "\n".join(compare_runs(list_runs(tmp_path), QueuePoller()))
     assert "API_KEY" in table
     assert "token" in table
-    assert table.count("(in recipe.yaml)") == 4
+    assert table.count("(in recipe.yaml)") == 6
     assert "sk-" not in table
 
 
