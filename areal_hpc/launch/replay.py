@@ -5,7 +5,8 @@ first checkpoint are links to the recorded ones; it writes nothing outside its d
 with rejudged rewards are files of its own.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,11 @@ from areal_hpc.rundir.manifests import (
     write_manifest,
 )
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.rejudged_rewards import replace_rewards, require_rejudged_episodes
+from areal_hpc.rundir.rejudged_rewards import (
+    RejudgedEpisode,
+    replace_rewards,
+    require_rejudged_episodes,
+)
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import list_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
@@ -63,6 +68,8 @@ LEARNING_KEYS = (
 )
 """Keys of what a step learns. They apply to the requested steps, not to those before."""
 COMPARED_METRICS = ("loss", "grad_norm")
+REWARDS_DIGEST = "rewards_digest"
+"""Argument of a replay by which rewards of a later judgment are told from those it began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ class RecordedStepsReplay:
                          "overrides": list(overrides)}  # fmt: skip
         if reward_function:
             self._request["rewards"] = reward_function
+            self._request[REWARDS_DIGEST] = digest_rewards(self._rejudged, first_step, last_step)
         _refuse_unusable_output_dir(output_run, run, self._request)
         self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
@@ -195,6 +203,16 @@ class RecordedStepsReplay:
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(job_name, job, (), done_marker)
         run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
+
+
+def digest_rewards(episodes: Iterable[RejudgedEpisode], first_step: int, last_step: int) -> str:
+    """Compute a digest of the new rewards of these steps."""
+    rewards = sorted(
+        (each.shard, each.rows, each.reward)
+        for each in episodes
+        if first_step <= each.step <= last_step
+    )
+    return hashlib.sha256(msgspec.json.encode(rewards)).hexdigest()
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -308,12 +326,18 @@ def _refuse_unusable_output_dir(
         output_run.root.is_dir() and not any(output_run.root.iterdir())
     ):
         return
-    if (
-        not output_run.replay_arguments.exists()
-        or msgspec.json.decode(output_run.replay_arguments.read_bytes()) != request
-    ):
+    recorded = None
+    if output_run.replay_arguments.exists():
+        recorded = msgspec.json.decode(output_run.replay_arguments.read_bytes())
+    if recorded != request:
+        message = f"something else is already at {output_run.root}"
+        if recorded and recorded | {REWARDS_DIGEST: request.get(REWARDS_DIGEST)} == request:
+            message = (
+                f"{output_run.root} is a replay with former rewards of {request['rewards']}, and "
+                "episodes have been judged again since"
+            )
         raise RecipeError(
-            f"something else is already at {output_run.root}",
+            message,
             key="--out",
             hint="choose a directory that does not exist",
         )

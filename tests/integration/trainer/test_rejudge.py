@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.replay import RecordedStepsReplay
-from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rejudged_rewards import require_rejudged_episodes
 from tests.support.commands import areal_hpc, exit_code_of, said_by
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER, record_run, write_recipe
@@ -56,6 +58,11 @@ def test_a_rejudged_run_trains_as_one_that_had_the_right_reward_from_the_start(
     assert f"{expected[0]['reward/mean']:.3f} [" in table[1]
     assert table[3].startswith("would have learned ")
     rewards = misjudged.rejudged_rewards(RIGHT)
+    RecordedStepsReplay(misjudged, 1, STEPS, (), RunPaths(out), RIGHT)  # the same replay goes on
+    episode, *_ = require_rejudged_episodes(misjudged, RIGHT)
+    append_line(rewards, msgspec.structs.replace(episode, reward=0.25))
+    with pytest.raises(RecipeError, match=f"with former rewards of {RIGHT}, and episodes have"):
+        RecordedStepsReplay(misjudged, 1, STEPS, (), RunPaths(out), RIGHT)
     assert list_files(misjudged.root).keys() - before.keys() == {rewards, rewards.parent}
 
 
