@@ -74,7 +74,8 @@ TOUCHED = line("reward/metric/touched_tests", 0.0, 0.5)
         ((line("reply/repeated_answer_share", 0.8, 0.9), HONEST), None, ()),  # always so
         ((line("reply/repeated_answer_share", 0.0, 0.3), HONEST), None, ()),  # choices of four
         ((FLAT_REWARD, evaluate("judge", 0.5, 0.1), SAME, TOUCHED, LONGER), None, ()),
-        ((evaluate("valid", 0.2, 0.1),), "failure", ("valid/avg@1 goes from 0.2 to 0.1",)),
+        ((evaluate("judge", 0.2, 0.1),), "failure", ("judge/avg@1 goes from 0.2 to 0.1",)),
+        ((evaluate("valid", 0.2, 0.1),), "note", ("valid/avg@1 goes from 0.2 to 0.1",)),
         ((HONEST, evaluate("judge", 0.2, 0.25)), "failure", ("held-out evaluation/judge/avg@1",)),
         ((HONEST, TOUCHED), "failure", ("reward/metric/touched_tests rises from 0.0",)),
         ((line("reward/part/tampered", 0.0, 0.4),), "failure", ("reward/part/tampered",)),
@@ -97,6 +98,14 @@ def test_a_cheat_is_told_after_half_of_its_steps_and_not_before_eight() -> None:
     first = next(row["step"] for end, row in enumerate(rows, 1) if find_hacking(rows[:end]))
     assert first == 8
     assert all(find_hacking(rows[:end]) for end in range(first + 1, len(rows) + 1))
+
+
+def test_the_metric_of_the_newest_judgment_counts() -> None:
+    rows = make_rows(evaluate("judge", 0.2, 0.05))
+    rows[0] |= {f"evaluation/judge/avg@{k}": 0.9 for k in range(2, 9)}  # of another n_samples
+    ((level, message),) = find_hacking(rows)
+    assert level == "failure"
+    assert "judge/avg@1 goes from 0.2 to 0.05" in message
 
 
 def test_an_unusual_step_changes_nothing() -> None:
