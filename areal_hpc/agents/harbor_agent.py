@@ -41,7 +41,7 @@ class HarborAgent:
     def __init__(
         self,
         max_turns: int = 30,
-        command_timeout_s: float = 60.0,
+        command_timeout_s: float = 120.0,
         max_shown_chars: int = 8000,
         **request: Any,
     ) -> None:
