@@ -17,7 +17,7 @@ from areal_hpc.cli.arguments import (
     parse_run_dir,
     parse_step_range,
 )
-from areal_hpc.errors import RecipeError, RunInterruptedError
+from areal_hpc.errors import ClusterError, RecipeError, RunInterruptedError, escape_controls
 
 FOLLOW_PERIOD_S = 30.0
 
@@ -154,7 +154,11 @@ def _write_report(arguments: argparse.Namespace) -> int:
     "trace",
     RUN,
     argument(
-        "--steps", "such as 10..12, or 10", type=parse_step_range, required=True, metavar="A..B"
+        "--steps",
+        "10..12 or 10:12, or one step",
+        type=parse_step_range,
+        required=True,
+        metavar="A..B",
     ),
     argument(
         "--out",
@@ -217,14 +221,14 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     $ areal-hpc sync runs/quickstart/demo --tracker my_tracker.py
     """
     from areal_hpc.jobs.processes.process_setup import catch_stop_signals
-    from areal_hpc.view.sync import choose_tracker, write_tracker_part
+    from areal_hpc.view.sync import choose_tracker, write_tracker_parts
 
     paths = parse_run_dir(arguments.run)
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
 
     def sync() -> bool:
         is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
-        rows = write_tracker_part(paths, tracker)
+        rows = write_tracker_parts(paths, tracker)
         if rows or not arguments.follow:
             print(f"{paths.tracker(tracker.name).root}: {rows} new rows", flush=True)
         return is_last
@@ -233,7 +237,11 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
         sync()
         return 0
     with catch_stop_signals() as stop:
-        while not sync():
+        while True:
+            try:
+                if sync():
+                    return 0
+            except ClusterError as error:  # a collector may be away for a while
+                print(escape_controls(f"error: {error}"), file=sys.stderr, flush=True)
             if stop.wait(FOLLOW_PERIOD_S):
                 return RunInterruptedError.exit_code
-    return 0

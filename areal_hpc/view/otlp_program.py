@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,7 +21,7 @@ import httpx
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.span_reader import read_spans
+from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans, select_spans
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
@@ -43,6 +43,13 @@ def send_part(part: Mapping[str, Any]) -> None:
         for row in read_metrics(paths.metrics)
         if row.get("unix_time_s")
     }
+    begins = {
+        step: max((at for at in ends.values() if at < ends[step]), default=0.0)
+        for row in part["rows"]
+        if "unix_time_s" in row and (step := row["step"]) in ends
+    }
+    last = max((ends[step] for step in begins), default=0.0)
+    processes = read_spans(paths, min(begins.values()), last) if begins else []
     with httpx.Client(headers=_read_headers(), timeout=REQUEST_TIMEOUT_S) as client:
         for row in part["rows"]:
             if (end := ends.get(row["step"])) is None:
@@ -50,9 +57,9 @@ def send_part(part: Mapping[str, Any]) -> None:
             gauges = list(_build_gauges(row, end))
             metrics = {"scopeMetrics": [{"scope": SCOPE, "metrics": gauges}]}
             _post(client, f"{endpoint}/v1/metrics", "resourceMetrics", [_describe(part) | metrics])
-            if "unix_time_s" in row:
-                begin = max((at for at in ends.values() if at < end), default=0.0)
-                spans = list(_build_step_trace(part, row["step"], begin, end))
+            if (begin := begins.get(row["step"])) is not None:
+                seen = select_spans(processes, begin, end)
+                spans = list(_build_step_trace(part, row["step"], begin, end, seen))
                 _post(client, f"{endpoint}/v1/traces", "resourceSpans", spans)
 
 
@@ -108,9 +115,12 @@ def _build_gauges(row: Mapping[str, Any], at: float) -> Iterator[dict[str, Any]]
 
 
 def _build_step_trace(
-    part: Mapping[str, Any], step: int, begin: float, end: float
+    part: Mapping[str, Any],
+    step: int,
+    begin: float,
+    end: float,
+    processes: Sequence[ProcessSpans],
 ) -> Iterator[dict[str, Any]]:
-    processes = read_spans(RunPaths(Path(part["run_dir"])), begin, end)
     trace = _make_id(32, part["id"], step)
     root = _make_id(16, part["id"], step)
     first = min((span.begin for process in processes for span in process.spans), default=end)

@@ -27,6 +27,8 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_inputs import read_run_recipe
 
 PROGRAM_TIMEOUT_S = 1800.0
+MAX_PART_ROWS = 200
+"""Rows of a part, so that its program ends in time for a run of any length."""
 BUILT_IN_PROGRAMS = {
     name: Path(__file__).with_name(f"{name}_program.py") for name in ("wandb", "otlp")
 }
@@ -73,33 +75,37 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
     )
 
 
-def write_tracker_part(paths: RunPaths, tracker: TrackerChoice) -> int:
-    """Write settled rows that are new as one more part, and return their number."""
+def write_tracker_parts(paths: RunPaths, tracker: TrackerChoice) -> int:
+    """Write settled rows that are new as further parts, and return their number."""
     target = paths.tracker(tracker.name)
     with hold_lock(target.lock):
         files = map(target.get_rows_file, target.list_parts())
         written = chain.from_iterable(map(read_readable_records, files))
         rows = list(find_unwritten_metrics(list_settled_rows(paths), written))
-        if not rows:
-            return 0
-        write_once(target.run_id, secrets.token_hex(4).encode())
-        recipe = read_run_recipe(paths.recipe)
-        part = TrackerProgramInput(
-            id=target.run_id.read_text(),
-            name=paths.run_name,
-            project=tracker.project,
-            config=hide_private_values_equal_in(recipe, recipe),
-            rows=rows,
-            run_dir=str(paths.root),
-        )
-        shutil.rmtree(target.unfinished_part, ignore_errors=True)
-        target.unfinished_part.mkdir()
-        _run_program(tracker, part, target.unfinished_part)
-        replace_lines(target.get_rows_file(target.unfinished_part), rows)
-        fsync_tree(target.unfinished_part)
-        target.unfinished_part.rename(target.get_part(len(target.list_parts()) + 1))
-        fsync_path(target.root)
+        if rows:
+            write_once(target.run_id, secrets.token_hex(4).encode())
+        for begin in range(0, len(rows), MAX_PART_ROWS):
+            _write_part(paths, tracker, rows[begin : begin + MAX_PART_ROWS])
     return len(rows)
+
+
+def _write_part(paths: RunPaths, tracker: TrackerChoice, rows: list[JsonMetricRow]) -> None:
+    target, recipe = paths.tracker(tracker.name), read_run_recipe(paths.recipe)
+    part = TrackerProgramInput(
+        id=target.run_id.read_text(),
+        name=paths.run_name,
+        project=tracker.project,
+        config=hide_private_values_equal_in(recipe, recipe),
+        rows=rows,
+        run_dir=str(paths.root),
+    )
+    shutil.rmtree(target.unfinished_part, ignore_errors=True)
+    target.unfinished_part.mkdir()
+    _run_program(tracker, part, target.unfinished_part)
+    replace_lines(target.get_rows_file(target.unfinished_part), rows)
+    fsync_tree(target.unfinished_part)
+    target.unfinished_part.rename(target.get_part(len(target.list_parts()) + 1))
+    fsync_path(target.root)
 
 
 def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -67,15 +67,26 @@ def read_spans(
     paths: RunPaths, from_time: float = -math.inf, to_time: float = math.inf
 ) -> list[ProcessSpans]:
     """Read the processes that have spans between two Unix times, by name and begin."""
-    processes = []
+    processes: list[ProcessSpans] = []
     for name in sorted({path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}):
         for piece in _read_process_starts(paths, name, from_time, to_time):
-            merged = _merge_spans(piece)
-            spans = [span for span in merged if span.end >= from_time and span.begin <= to_time]
-            if spans:
-                node, pid, begin = piece.start.node, piece.start.pid, piece.start.at
-                processes.append(ProcessSpans(name, node, pid, begin, spans, piece.lost))
-    return sorted(processes, key=lambda process: (process.name, process.begin))
+            node, pid, begin = piece.start.node, piece.start.pid, piece.start.at
+            spans = _merge_spans(piece)
+            processes.append(ProcessSpans(name, node, pid, begin, spans, piece.lost))
+    processes.sort(key=lambda process: (process.name, process.begin))
+    return select_spans(processes, from_time, to_time)
+
+
+def select_spans(
+    processes: Iterable[ProcessSpans], from_time: float, to_time: float
+) -> list[ProcessSpans]:
+    """Select the spans between two Unix times, and the processes that have some."""
+    chosen = []
+    for process in processes:
+        spans = [span for span in process.spans if span.end >= from_time and span.begin <= to_time]
+        if spans:
+            chosen.append(replace(process, spans=spans))
+    return chosen
 
 
 def split_process_name(process_name: str) -> tuple[str, str]:

@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
+from areal_hpc.cli import explain
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.view.sync import TrackerChoice, choose_tracker, write_tracker_part
-from tests.support.commands import areal_hpc
+from areal_hpc.view.sync import (
+    MAX_PART_ROWS,
+    TrackerChoice,
+    choose_tracker,
+    write_tracker_parts,
+)
+from tests.support.commands import areal_hpc, exit_code_of
 from tests.support.json_server import JsonHandler, serving_http
 from tests.support.recorded_run import write_recipe
 
@@ -66,15 +72,15 @@ def logged(paths: RunPaths) -> list[dict[str, Any]]:
 def test_each_step_is_written_once_when_no_resume_can_take_it_back(
     paths: RunPaths, tracker: TrackerChoice
 ) -> None:
-    assert write_tracker_part(paths, tracker) == 0
+    assert write_tracker_parts(paths, tracker) == 0
     train_to(paths, 5, saved=4)
-    assert write_tracker_part(paths, tracker) == 4
-    assert write_tracker_part(paths, tracker) == 0
+    assert write_tracker_parts(paths, tracker) == 4
+    assert write_tracker_parts(paths, tracker) == 0
     append_line(paths.metrics, {"step": 2, "eval/reward": 0.5})  # an evaluation that ended late
     train_to(paths, 8, saved=4)
-    assert write_tracker_part(paths, tracker) == 1
+    assert write_tracker_parts(paths, tracker) == 1
     paths.finished_marker.touch()
-    assert write_tracker_part(paths, tracker) == 5
+    assert write_tracker_parts(paths, tracker) == 5
     rows = logged(paths)
     (run_id,) = {row.pop("id") for row in rows}
     assert len(run_id) == 8
@@ -92,14 +98,14 @@ def test_a_late_checkpoint_of_a_trainer_that_was_replaced_settles_nothing(
     folder.mkdir()
     write_trainer_state(folder, TrainerState(step=4, generation=2, seed=1))
     (folder / COMPLETE_MARKER_FILE).touch()
-    assert write_tracker_part(paths, tracker) == 4
+    assert write_tracker_parts(paths, tracker) == 4
 
 
 def test_a_sync_that_was_killed_leaves_no_step_out_and_none_twice(
     paths: RunPaths, tracker: TrackerChoice
 ) -> None:
     train_to(paths, 3, saved=2)
-    write_tracker_part(paths, tracker)
+    write_tracker_parts(paths, tracker)
     paths.finished_marker.touch()
     tracker.program.with_name("kill").touch()
     command = ("sync", paths.root, "--tracker", tracker.program)
@@ -119,6 +125,34 @@ def test_following_ends_with_the_run(paths: RunPaths, tracker: TrackerChoice) ->
     assert len(logged(paths)) == 4
 
 
+def test_following_goes_on_after_a_program_failed_once(
+    paths: RunPaths,
+    tracker: TrackerChoice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failed = tracker.program.with_name("failed")
+    hiccup = f"import pathlib\nfailed = pathlib.Path({str(failed)!r})\n"
+    hiccup += "if not failed.exists():\n    failed.touch()\n    raise SystemExit('away')\n"
+    tracker.program.write_text(hiccup + TRACKER)
+    train_to(paths, 3, saved=2)
+    paths.finished_marker.touch()
+    monkeypatch.setattr(explain, "FOLLOW_PERIOD_S", 0.1)
+    assert exit_code_of("sync", paths.root, "--tracker", tracker.program, "--follow") == 0
+    assert "exit code 1: away" in capsys.readouterr().err
+    assert [row["step"] for row in logged(paths)] == [0, 1, 2, 3]
+
+
+def test_a_long_run_is_written_in_parts_of_bounded_size(
+    paths: RunPaths, tracker: TrackerChoice
+) -> None:
+    train_to(paths, MAX_PART_ROWS, saved=1)
+    paths.finished_marker.touch()
+    assert write_tracker_parts(paths, tracker) == MAX_PART_ROWS + 1
+    assert len(paths.tracker("mine").list_parts()) == 2
+    assert [row["step"] for row in logged(paths)] == [*range(MAX_PART_ROWS + 1)]
+
+
 def test_a_tracker_gets_the_recipe_without_secrets(paths: RunPaths, tmp_path: Path) -> None:
     program = tmp_path / "kept.py"
     program.write_text(
@@ -128,7 +162,7 @@ def test_a_tracker_gets_the_recipe_without_secrets(paths: RunPaths, tmp_path: Pa
     recipe["rollout"]["workflow_kwargs"] = {"key": "a secret"}
     paths.recipe.write_text(yaml.safe_dump(recipe))
     train_to(paths, 3, saved=2)
-    write_tracker_part(paths, TrackerChoice("kept", program, sys.executable, "mine"))
+    write_tracker_parts(paths, TrackerChoice("kept", program, sys.executable, "mine"))
     (part,) = paths.tracker("kept").list_parts()
     record = json.loads((part / "got").read_text())
     assert (record["name"], record["project"]) == ("experiment/trial", "mine")
@@ -142,10 +176,10 @@ def test_what_fails_says_why_and_writes_nothing(paths: RunPaths, tmp_path: Path)
     choice = TrackerChoice("broken", program, sys.executable)
     program.write_text("import no_such_tracker\n")
     with pytest.raises(RecipeError, match="no_such_tracker"):
-        write_tracker_part(paths, choice)
+        write_tracker_parts(paths, choice)
     program.write_text("raise SystemExit('the disk is full')\n")
     with pytest.raises(ClusterError, match="the disk is full"):
-        write_tracker_part(paths, choice)
+        write_tracker_parts(paths, choice)
     assert paths.tracker("broken").list_parts() == []
     with pytest.raises(RecipeError, match="expected wandb"):
         choose_tracker("swanlab", sys.executable, "")
