@@ -73,7 +73,10 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, FileDigest]
     """Digests of the bundle's files."""
     left_out: dict[str, FileDigest]
-    """Digests of shards and of the exported model, by their paths in the run directory."""
+    """Digests of shards and of the exported model, by their paths in the run directory.
+
+    The model is the newest export, else that of the SFT stage.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +150,7 @@ def _copy_records(run: RunPaths, target: RunPaths) -> None:
 def _list_left_out(run: RunPaths) -> Iterator[Path]:
     yield from sorted(run.shards_dir.glob(f"*{SHARD_SUFFIX}"))
     exports = [path for path in run.export_dir("").glob("step_*") if path.is_dir()]
-    if exports:
-        yield from _list_files(max(exports))
+    yield from _list_files(max(exports, default=run.sft_export))
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -166,23 +168,27 @@ def _digest_file(path: Path) -> FileDigest:
 
 
 def _format_model_card(view: RunView, version: str) -> str:
-    recipe, rows = view.recipe, view.trained_rows
+    recipe = view.recipe
     commit = view.launches[-1].get("git_commit") if view.launches else None
     facts = {
         "base model": _find_value(recipe, "model.hub", "model.path") or "made for the run",
-        "training tasks": _find_value(recipe, *(f"train_dataset.{key}" for key in TASK_KEYS))
-        or "several sources, in run/recipe.yaml",
-        "agent": get_recipe_value(recipe, "rollout.workflow"),
         "steps": f"{view.step} of {view.total_steps}",
-        "tasks in a step": get_recipe_value(recipe, "trainer.batch_size"),
-        "samples of a task": get_recipe_value(recipe, "rollout.n_samples"),
         "seed": recipe.get("seed"),
         "software": f"areal-hpc {version}, commit {commit or 'unknown'}",
         "audit": audit_run(view.paths).summary_line,
     }
-    if rows:
-        first, last = (format_metric(row["reward/mean"], ".3f") for row in (rows[0], rows[-1]))
-        facts["training reward"] = f"{first} in the first step, {last} in the last"
+    if recipe.get("sft"):
+        facts["demonstrations"] = _find_source(recipe, "sft.dataset")
+        facts["loss on demonstrations"] = _describe_ends(view.sft, "loss")
+        facts["held-out loss"] = _describe_ends(view.sft, "eval/loss")
+    if not view.is_sft_alone:
+        facts |= {
+            "training tasks": _find_source(recipe, "train_dataset"),
+            "agent": get_recipe_value(recipe, "rollout.workflow"),
+            "tasks in a step": get_recipe_value(recipe, "trainer.batch_size"),
+            "samples of a task": get_recipe_value(recipe, "rollout.n_samples"),
+            "training reward": _describe_ends(view.trained_rows, "reward/mean"),
+        }
     lines = [
         *("---", "library_name: transformers", "tags: [reinforcement-learning]", "---"),
         f"# {view.paths.run_name}\n\n| | |\n|---|---|",
@@ -192,6 +198,16 @@ def _format_model_card(view: RunView, version: str) -> str:
         "\n`areal-hpc audit --bundle FILE` checks the bundle that this card comes from.\n",
     ]
     return "\n".join(lines)
+
+
+def _find_source(recipe: Mapping[str, Any], section: str) -> str:
+    source = _find_value(recipe, *(f"{section}.{key}" for key in TASK_KEYS))
+    return source or "several sources, in run/recipe.yaml"
+
+
+def _describe_ends(rows: Iterable[Mapping[str, Any]], metric: str) -> str:
+    values = [format_metric(row[metric], ".3f") for row in rows if metric in row]
+    return f"{values[0]} at first, {values[-1]} at last" if values else "not measured"
 
 
 def _find_value(recipe: Mapping[str, Any], *keys: str) -> Any:

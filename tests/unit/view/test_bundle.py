@@ -53,7 +53,7 @@ def test_a_bundle_is_audited_without_its_run_and_against_a_copy_of_it(
             for name in ("MODEL_CARD.md", "MANIFEST.json", "run/recipe.yaml")
         )
     assert {"report.html", "uv.lock", "run/metrics.jsonl", "run/index/cell-0.jsonl"} <= names
-    assert "| training reward | 0.250 in the first step, 0.750 in the last |" in card
+    assert "| training reward | 0.250 at first, 0.750 at last |" in card
     assert AUDIT in card
     assert SECRET not in recipe
     left_out = {f"shards/cell-0-00000{number}.h5" for number in range(3)}
@@ -64,6 +64,33 @@ def test_a_bundle_is_audited_without_its_run_and_against_a_copy_of_it(
     shutil.rmtree(run.root)
     assert exit_code_of("audit", "--bundle", bundle) == 0
     assert AUDIT in capsys.readouterr().out
+
+
+def test_a_bundle_of_sft_alone_has_its_model_and_its_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = RunPaths(tmp_path / "paper" / "sft")
+    run.sft_export.mkdir(parents=True)
+    run.recipe.write_text(
+        "train_dataset: null\nsft: {total_steps: 2, dataset: {hub: team/chats}}\ntrainer: {}\n"
+    )
+    (run.sft_export / "model.safetensors").write_bytes(b"weights")
+    run.sft_metrics.write_text(
+        '{"step": 1, "loss": 2.5, "eval/loss": 2.0}\n{"step": 2, "loss": 1.25, "eval/loss": 1.5}\n'
+    )
+    out = tmp_path / "bundle.tar.gz"
+    assert exit_code_of("report", run.root, "--bundle", "--out", out) == 0
+    with tarfile.open(out) as archive:
+        card, manifest = (
+            archive.extractfile(name).read().decode()  # type: ignore[union-attr]
+            for name in ("MODEL_CARD.md", "MANIFEST.json")
+        )
+    assert json.loads(manifest)["left_out"].keys() == {"export/sft/model.safetensors"}
+    assert "| demonstrations | team/chats |" in card
+    assert "| loss on demonstrations | 2.500 at first, 1.250 at last |" in card
+    assert "| held-out loss | 2.000 at first, 1.500 at last |" in card
+    assert "agent" not in card
 
 
 @pytest.mark.parametrize(
