@@ -153,7 +153,7 @@ def parse_step_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:(?:\.\.|:)(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
-        raise argparse.ArgumentTypeError(f"expected steps such as 10..12, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected steps such as 10..12 or 10:12, got {text!r}")
     return first, last
 
 

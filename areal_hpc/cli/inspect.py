@@ -118,8 +118,8 @@ def _show_logs(arguments: argparse.Namespace) -> int:
         LogFollower,
         choose_attempt,
         drop_sglang_routine_lines,
-        list_log_files,
         read_last_lines,
+        require_log_files,
     )
 
     paths = parse_run_dir(arguments.run)
@@ -139,13 +139,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     follower = LogFollower(paths, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
         attempt = choose_attempt(paths, arguments.attempt)
-        files = list_log_files(paths, attempt, arguments.names)
-        if not files and follower is None:
-            known = sorted({file.job_or_cell for file in list_log_files(paths, attempt)})
-            raise RecipeError(
-                f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
-                hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
-            )
+        files = require_log_files(paths, attempt, arguments.names)
         show(read_last_lines(files, arguments.lines, keep_routine=arguments.all))
     try:
         while follower is not None:

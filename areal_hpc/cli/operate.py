@@ -130,8 +130,8 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     "start",
     argument(
         "words",
-        "claude-code, codex, gemini-cli, qwen-code or opencode, then a run and further arguments "
-        "of the program; or a run, `--`, and any command",
+        "claude-code, codex, gemini-cli, qwen-code or opencode, then a run, `--`, and further "
+        "arguments of the program; or a run, `--`, and any command",
         nargs="+",
         metavar="HARNESS RUN",
     ),
@@ -145,6 +145,7 @@ def _start_program(arguments: argparse.Namespace) -> int:
     settings of the program are not changed.
 
     $ areal-hpc start claude-code runs/math/first
+    $ areal-hpc start claude-code runs/math/first -- --resume
     $ areal-hpc start runs/math/first -- aider --model openai/default
     """
     from areal_hpc.agents.harness.personal_session import hold_session
@@ -368,7 +369,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 
 STEPS = argument(
     "--steps",
-    "10..20, or one step; all recorded ones when absent",
+    "10..20 or 10:20, or one step; all recorded ones when absent",
     type=parse_step_range,
     metavar="FIRST..LAST",
 )

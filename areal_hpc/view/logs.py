@@ -67,6 +67,20 @@ def list_log_files(
     return files
 
 
+def require_log_files(
+    paths: RunPaths, attempt: int, wanted_names: Sequence[str] = ()
+) -> list[LogFile]:
+    """Do the same as `list_log_files`; fail with the names to choose from if there are none."""
+    files = list_log_files(paths, attempt, wanted_names)
+    if not files:
+        known = sorted({file.job_or_cell for file in list_log_files(paths, attempt)})
+        raise RecipeError(
+            f"attempt {attempt} has no log of {' '.join(wanted_names) or 'any process'}",
+            hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
+        )
+    return files
+
+
 def _is_wanted(wanted_names: Sequence[str], job: str, process: str) -> bool:
     names = {process, re.sub(r"-\d+$", "", process)}
     names |= {job, *(f"{job}/{name}" for name in names)}

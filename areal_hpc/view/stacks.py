@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.logs import LogFile, choose_attempt, list_log_files
+from areal_hpc.view.logs import LogFile, choose_attempt, require_log_files
 
 ANSWER_TIMEOUT_S = 15.0
 _QUIET_S = 3.0
@@ -18,9 +18,9 @@ _STACK_MARK = "(most recent call first):"
 def fetch_stacks(paths: RunPaths, names: Sequence[str]) -> list[tuple[LogFile, list[str]]]:
     """Ask all processes for their stacks; return those in the logs of the named ones.
 
-    A process that does not answer is left out.
+    A process that does not answer is left out. No process is asked if no log has one of the names.
     """
-    files = list_log_files(paths, choose_attempt(paths, None), names)
+    files = require_log_files(paths, choose_attempt(paths, None), names)
     sizes = {file.path: file.path.stat().st_size for file in files}
     for job_dir in paths.jobs_dir.iterdir():
         if job_dir.is_dir():

@@ -30,7 +30,11 @@ def diagnose_reward_hacking(paths: RunPaths) -> Answer:
         )
     (before, after), evidence = found
     first = len(rows)
-    while find_hacking_evidence(rows[max(0, first - 1 - ALERT_WINDOW_ROWS) : first - 1]):
+    earliest = max(1, first - ALERT_WINDOW_ROWS)
+    # Each look reads a window, and a browser shows this answer anew at each step.
+    while first > earliest and find_hacking_evidence(
+        rows[max(0, first - 1 - ALERT_WINDOW_ROWS) : first - 1]
+    ):
         first -= 1
     problems: list[str] = []
     step = trained[-1]["step"]

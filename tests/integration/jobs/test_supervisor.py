@@ -142,6 +142,11 @@ def test_stacks_of_waiting_processes_are_shown_and_a_process_without_a_handler_l
     submit(*processes, actor(folder, "deaf", "ignore_requests"))
     pids = [pid for name in ("w", "forked", "deaf") for pid in pids_in(folder / f"{name}.txt")]
     time.sleep(scaled(3))  # the supervisor has looked once
+    assert exit_code_of("stacks", folder, "jobb") == 78
+    assert capsys.readouterr().err == (
+        "error: attempt 1 has no log of jobb\n  try: choose from job\n"
+    )
+    assert not RunPaths(folder).job("job").stack_request.exists()
     assert exit_code_of("stacks", folder, "job") == 0
     output = capsys.readouterr().out
     for name in ("w", "forked"):
