@@ -16,6 +16,7 @@ from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes, rea
 from areal_hpc.view.formatting import Answer, Finding, build_page_url_fragment
 
 MAX_SHOWN_EPISODES = 10
+MAX_EARLIER_WINDOWS = 100
 
 
 def diagnose_reward_hacking(paths: RunPaths) -> Answer:
@@ -30,20 +31,21 @@ def diagnose_reward_hacking(paths: RunPaths) -> Answer:
         )
     (before, after), evidence = found
     first = len(rows)
-    earliest = max(1, first - ALERT_WINDOW_ROWS)
+    earliest = max(1, first - MAX_EARLIER_WINDOWS)
     # Each look reads a window, and a browser shows this answer anew at each step.
     while first > earliest and find_hacking_evidence(
         rows[max(0, first - 1 - ALERT_WINDOW_ROWS) : first - 1]
     ):
         first -= 1
+    or_before = " or before" if first == earliest else ""
     problems: list[str] = []
     step = trained[-1]["step"]
     episodes = _choose_suspect_episodes(paths, step, problems)
     names = ",".join(episode.first_row_name for episode in episodes)
     page = build_page_url_fragment("side_by_side", run, rows=names) if names else ""
     return Answer(
-        f"the reward may be cheated since step {rows[first - 1]['step']}: it rises from "
-        f"{before:.3g} to {after:.3g}, and something disagrees",
+        f"the reward may be cheated since step {rows[first - 1]['step']}{or_before}: it rises "
+        f"from {before:.3g} to {after:.3g}, and something disagrees",
         (
             *(Finding(text) for text, _ in evidence),
             Finding(f"suspect episodes of step {step}, side by side", page),

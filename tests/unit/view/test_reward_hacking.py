@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.view.answers import reward_hacking
 from areal_hpc.view.answers.reward_hacking import MAX_SHOWN_EPISODES, diagnose_reward_hacking
 from tests.support.commands import exit_code_of
 from tests.support.made_run import SAMPLES, MadeEpisode, MadeRun, make_cheating_run
@@ -27,6 +28,14 @@ def test_a_cheat_is_told_with_the_episodes_to_read(
     assert side_by_side.page == f"#/side_by_side?run=made%2Frun&rows={'%2C'.join(rows)}"
     assert exit_code_of("why", str(run.paths.root), "--hacking") == 1
     assert "#/side_by_side?" in capsys.readouterr().out
+
+
+def test_the_search_for_the_first_suspect_step_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_hacking, "MAX_EARLIER_WINDOWS", 2)
+    answer = diagnose_reward_hacking(make_cheating_run(tmp_path, 12).paths)
+    assert "since step 10 or before: it rises from 0.167 to 0.917" in answer.headline
 
 
 def test_a_short_run_and_one_without_disagreement_are_well(tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_the_command_refuses_what_it_cannot_do(
     assert "made-run-trace.json: 1 steps, 0 episodes, 0 model calls" in capsys.readouterr().out
     assert exit_code_of("trace", str(run.paths.root), "--steps", "3") == 78
     assert exit_code_of("trace", str(run.paths.root), "--steps", "5..3") == 2
+    assert "expected steps such as 10..12 or 10:12, got '5..3'" in capsys.readouterr().err
     with pytest.raises(RecipeError, match="no step from 50 to 60 has recorded times"):
         write_trace(run.paths, 50, 60, tmp_path / "other.json")
 
