@@ -42,6 +42,11 @@ READ_RETRY_S, READ_PAUSE_S = 60.0, 2.0
 """Time for which reading a task's files is repeated, and the pause between two tries: a file server
 or a descriptor may be missing for a moment."""
 _MAX_NOTE_LENGTH = 2000
+_LIST_LEFT_SCRIPT = (
+    f"for folder in {TESTS_DIR} {VERDICT_DIR}; do test ! -e $folder && test ! -h $folder || "
+    "find $folder ! -type d || exit; done"
+)
+"""Script that prints what an agent left in folders of the judge, which may be absent."""
 _TEST_VARIABLES = {"HOME": VERDICT_DIR, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Environment of tests; their home is not the agent's, whose settings could change the verdict."""
 
@@ -114,11 +119,14 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         If they write no reward or fail (exit code not 0), the reward is 0, the metric `no_verdict`
         is 1, and the note has the reason. Of several rewards `reward` counts, else their mean. The
-        metric `tampered` is 1 if there are files where the tests and their verdict go.
+        metric `tampered` is 1 if there are files or links where the tests and their verdict go;
+        it is missing if that could not be looked up.
         """
         await sandbox.kill_all_commands()
-        left = await sandbox.exec(["find", TESTS_DIR, VERDICT_DIR, "-type", "f"], timeout_s=10.0)
+        left = await sandbox.exec(_LIST_LEFT_SCRIPT, timeout_s=10.0)
         reward = await self._put_and_run_tests(sandbox)
+        if not left.stdout and left.exit_code != 0:
+            return reward
         facts = {"tampered": float(bool(left.stdout))}
         return msgspec.structs.replace(reward, metrics={**reward.metrics, **facts})
 

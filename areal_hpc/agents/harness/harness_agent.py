@@ -20,10 +20,10 @@ from areal_hpc.agents.harness.programs import (
     find_installed_harness,
     get_harness_program,
 )
-from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.errors import AgentError, RecipeError, SandboxLostError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.user_functions import load_user_function
-from areal_hpc.reward.harbor import LOGS_DIR, find_harbor_task
+from areal_hpc.reward.harbor import LOGS_DIR, HarborTask, find_harbor_task
 from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_TASK_COLUMN, make_agent_sandboxes
 from areal_hpc.sandbox.channel import CommandResult
 from areal_hpc.sandbox.sandbox import Sandbox
@@ -117,8 +117,13 @@ class HarnessFolder:
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
     async def read_log(self, max_bytes: int) -> str:
-        """Read the end of the program's output."""
-        tail = await self._run_script(f"tail -c {max_bytes} log")
+        """Read the end of the program's output; it is empty if the program removed its log."""
+        path = shlex.quote(f"{self._root}/log")
+        script = f"test -f {path} && tail -c {max_bytes} {path}"
+        try:
+            tail = await self._sandbox.exec(script, timeout_s=SCRIPT_TIMEOUT_S, folder="/")
+        except SandboxLostError:
+            return ""
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
@@ -185,6 +190,8 @@ UNISOLATED_EXECUTION_CONFIG = AgentExecutionConfig.model_validate(
     {"isolation": "none", "sandbox": {"memory_bytes": 16 << 30, "processes": 4096}}
 )
 """Configuration without isolation; Node.js and Bun reserve far more memory than they use."""
+DEFAULT_TIMEOUT_S = 540.0
+"""Time limit of the program where neither the recipe nor the task sets one."""
 CLEAN_UP_S = 60.0
 """Time limit of an episode's end, after the program: the diff, and the copy of the folder."""
 
@@ -205,7 +212,8 @@ class HarnessAgent:
         command: Program and its arguments, instead of a harness.
         harnesses_dir: Folder of `areal-hpc install-harness`.
         context_tokens: Length of the model's context for the harness's settings.
-        timeout_s: Time limit of the program; one that is killed is judged all the same.
+        timeout_s: Time limit of the program; one that is killed is judged all the same. None: that
+            of a Harbor task, else `DEFAULT_TIMEOUT_S`. A Harbor task's own limit may be shorter.
         variables: Further environment variables of the program.
         max_log_bytes: Size of the program's output that is kept, from its end.
 
@@ -221,7 +229,7 @@ class HarnessAgent:
         command: Sequence[str] = (),
         harnesses_dir: str = str(HARNESSES_DIR),
         context_tokens: int = 131072,
-        timeout_s: float = 540.0,
+        timeout_s: float | None = None,
         variables: dict[str, str] | None = None,
         max_log_bytes: int = 64 << 10,
     ) -> None:
@@ -264,7 +272,7 @@ class HarnessAgent:
             )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | Reward:
-        harbor_task, reward, timeout_s = find_harbor_task(data), self.reward, self.timeout_s
+        harbor_task, reward = find_harbor_task(data), self.reward
         if harbor_task is None and reward is None:
             raise RecipeError(
                 "nothing judges what the program leaves",
@@ -277,20 +285,21 @@ class HarnessAgent:
                 await folder.fill(Path(data["folder"]) if data.get("folder") else None)
             else:
                 await folder.make_home()
-                timeout_s = min(timeout_s, harbor_task.agent_timeout_s or timeout_s)
             command, variables = self.command, self.variables
             if self.program is not None:
                 key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
                 command, preset = await self._set_up_program(self.program, folder, sandbox, key)
                 variables = preset | variables
             command = insert_task_into_command(command, get_task_text(data))
+            timeout_s = compute_program_timeout_s(self.timeout_s, harbor_task)
             result = await folder.run_with_output_to_log(command, variables, timeout_s)
             await sandbox.kill_all_commands()  # no process may write while the work is read
             if harbor_task is not None:
+                judged = await harbor_task.run_tests(sandbox)
                 if result.exit_code != 0:
                     output = await folder.read_log(MAX_LOGGED_BYTES)
                     log.info("the program ended with exit code %d: %s", result.exit_code, output)
-                return await harbor_task.run_tests(sandbox)
+                return judged
             assert reward is not None
             diff, output = (
                 await folder.compute_diff_against_source(),
@@ -342,9 +351,16 @@ class HarnessAgent:
         assert sandboxes is not None
         own_task: dict[str, Any] = {}
         async with sandboxes.acquire(own_task) as acquired:
-            lifetime_s = self.timeout_s + CLEAN_UP_S
+            lifetime_s = compute_program_timeout_s(self.timeout_s, None) + CLEAN_UP_S
             await acquired.hand_to_agent(own_task, url, key, lifetime_s)
             yield own_task[SANDBOX_TASK_COLUMN]
+
+
+def compute_program_timeout_s(recipe_s: float | None, harbor_task: HarborTask | None) -> float:
+    """Return the shorter of the recipe's and the task's limit, of those that are set."""
+    task_s = harbor_task.agent_timeout_s if harbor_task is not None else None
+    limits = [limit_s for limit_s in (recipe_s, task_s) if limit_s is not None]
+    return min(limits, default=DEFAULT_TIMEOUT_S)
 
 
 def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:

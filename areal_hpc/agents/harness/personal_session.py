@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
@@ -25,6 +27,7 @@ from areal_hpc.agents.harness.programs import (
 )
 from areal_hpc.errors import ClusterError, HttpStatusError, RecipeError
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rollout.episodes.episode_spec import resolve_limits
 from areal_hpc.rollout.execution.agent_sandboxes import build_endpoint_variables
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.files import write_atomic_private
@@ -42,15 +45,35 @@ PROXY_TIMEOUT_S = 10.0
 MAX_PROXY_OUTAGE_S = 120.0
 """Time for which a verdict waits for a proxy that starts again."""
 BEST_VERDICT = 9
+_ENDING_SIGNALS = (signal.SIGHUP, signal.SIGTERM)
 
 
+@contextmanager
+def _exit_at_signals() -> Iterator[None]:
+    """Let SIGHUP (a closed terminal) and SIGTERM raise `SystemExit`, so that `finally` runs."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for ending in _ENDING_SIGNALS:
+            signal.signal(ending, signal.SIG_IGN)  # the session is being ended
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in _ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@_exit_at_signals()
 def hold_session(
     paths: RunPaths, harness_name: str, arguments: Sequence[str], *, only_prints: bool
 ) -> None:
     """Open a session, run a program in it, and end it with a person's verdict.
 
     Without a harness `arguments` are the command, else further arguments. With `only_prints` the
-    person starts the program elsewhere, with the printed variables.
+    person starts the program elsewhere, with the printed variables. The session is ended even if
+    the terminal is closed.
     """
     use = find_terminal_use(harness_name) if harness_name else TerminalUse(())
     if arguments and not harness_name and shutil.which(arguments[0]) is None:
@@ -58,12 +81,15 @@ def hold_session(
             f"there is no program {arguments[0]}", key="COMMAND", hint="name one on PATH"
         )
     recipe = Recipe.model_validate(read_run_recipe(paths.recipe))
-    proxy = find_serving_proxy(paths, recipe)
-    opened, url = open_session(proxy, recipe), proxy.url
+    proxy, opened = open_session_at_any_cell(paths, recipe)
+    opened_at, limit_s = time.monotonic(), float("inf")
     verdict: Reward | None = None
-    if opened.task is not None:
-        say(f"an episode of the run; its task: {str(opened.task)[:MAX_NOTE_CHARS]}")
     try:
+        url = proxy.url
+        if opened.task is not None:
+            limit_s = resolve_limits(recipe.rollout, opened.task).timeout_s
+            say(f"an episode of the run; its task: {str(opened.task)[:MAX_NOTE_CHARS]}")
+            say(f"it is trained if you give your verdict within {limit_s:g} s")
         with tempfile.TemporaryDirectory(prefix="areal-hpc-start-") as home:
             context_tokens = recipe.inference.context_length or DEFAULT_CONTEXT_TOKENS
             values = HarnessTemplateValues(url, opened.api_key, home, "", context_tokens)
@@ -84,7 +110,12 @@ def hold_session(
     finally:
         ended = end_session(proxy, opened, verdict)
         proxy.close()
-    say(f"replies: {ended.interaction_count}, {_describe_fate(ended, opened, paths)}")
+    if ended is None:
+        say("the session is over: nothing is kept")
+        return
+    is_late = time.monotonic() - opened_at > limit_s
+    fate = _describe_fate(ended, opened, paths, is_late=is_late)
+    say(f"replies: {ended.interaction_count}, {fate}")
 
 
 def find_terminal_use(harness_name: str) -> TerminalUse:
@@ -109,15 +140,32 @@ def find_terminal_use(harness_name: str) -> TerminalUse:
     return msgspec.structs.replace(program.terminal, command=(path, *words))
 
 
-def find_serving_proxy(paths: RunPaths, recipe: Recipe) -> ServiceClient:
+def open_session_at_any_cell(
+    paths: RunPaths, recipe: Recipe
+) -> tuple[ServiceClient, wire.StartSessionReply]:
+    """Open a session at the first cell that serves and has room, or an episode that waits.
+
+    Raises:
+        ClusterError: No cell serves, or each that serves refused.
+    """
     service_key = rendezvous.read_service_key(paths.service_key)
+    refused: ClusterError | None = None
     for index in range(recipe.inference.cells):
         name = rendezvous.format_proxy_name(rendezvous.format_cell_name(index))
         proxy = ServiceClient(paths.rendezvous_dir, name, service_key, timeout_s=PROXY_TIMEOUT_S)
+        serves = False
         with suppress(ClusterError):  # it does not run
-            if proxy.call("/healthz", None, wire.ProxyHealth).replicas_serving:
-                return proxy
+            serves = proxy.call("/healthz", None, wire.ProxyHealth).replicas_serving > 0
+        if serves:
+            try:
+                return proxy, open_session(proxy, recipe)
+            except HttpStatusError as refusal:
+                refused = ClusterError(
+                    refusal.peer_message, key=proxy.url, hint="try it again soon"
+                )
         proxy.close()
+    if refused is not None:
+        raise refused
     raise ClusterError(
         f"none of the {recipe.inference.cells} cells of this run serves its model now",
         key=str(paths.root),
@@ -138,17 +186,13 @@ def open_session(proxy: ServiceClient, recipe: Recipe) -> wire.StartSessionReply
         rights="calls",
         is_personal=True,
     )
-    try:
-        return proxy.call("/rl/start_session", request, wire.StartSessionReply)
-    except HttpStatusError as refusal:
-        raise ClusterError(
-            refusal.peer_message, key=proxy.url, hint="try it again soon"
-        ) from refusal
+    return proxy.call("/rl/start_session", request, wire.StartSessionReply)
 
 
 def end_session(
     proxy: ServiceClient, opened: wire.StartSessionReply, verdict: Reward | None
-) -> wire.EndSessionReply:
+) -> wire.EndSessionReply | None:
+    """Give the verdict and end the session; return None if the proxy has deleted the session."""
     key = opened.control_key
 
     def set_reward() -> None:
@@ -158,12 +202,17 @@ def end_session(
 
     try:
         retry(set_reward, MAX_PROXY_OUTAGE_S)
-    except HttpStatusError as refusal:  # it has no reply
+    except HttpStatusError as refusal:  # it has no reply, or is deleted
         say(f"the verdict was refused: {refusal.peer_message}")
-    return retry(
-        lambda: proxy.call("/rl/end_session", Empty(), wire.EndSessionReply, key=key),
-        MAX_PROXY_OUTAGE_S,
-    )
+    try:
+        return retry(
+            lambda: proxy.call("/rl/end_session", Empty(), wire.EndSessionReply, key=key),
+            MAX_PROXY_OUTAGE_S,
+        )
+    except HttpStatusError as refusal:
+        if refusal.status != 401:
+            raise
+        return None
 
 
 def ask_verdict() -> Reward | None:
@@ -197,10 +246,16 @@ def _print_variables(command: Sequence[str], variables: Mapping[str, str]) -> No
 
 
 def _describe_fate(
-    ended: wire.EndSessionReply, opened: wire.StartSessionReply, paths: RunPaths
+    ended: wire.EndSessionReply,
+    opened: wire.StartSessionReply,
+    paths: RunPaths,
+    *,
+    is_late: bool,
 ) -> str:
     if ended.reward is None:
         return "no verdict: nothing is kept"
+    if is_late:
+        return f"reward {ended.reward:.3g}: not trained, as it came after the episode's time"
     if opened.task is not None:
         return f"reward {ended.reward:.3g}: trained when the group of its task is complete"
     show = f"{format_next_command('shards show', paths)} --where kind=personal"

@@ -240,11 +240,11 @@ async def offer_episode_to_external_program(
     while session_id is None:
         reply = await proxy.call_repeatedly("/rl/offer_episode", offer, OfferEpisodeReply)
         session_id = reply.session_id
-    request = AwaitSessionEndRequest(session_id, PROXY_LONG_POLL_S)
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + spec.timeout_s
     reason = f"the program took longer than {spec.timeout_s:g} s"
-    while clock() < give_up_at:
+    while (left_s := give_up_at - clock()) > 0:
+        request = AwaitSessionEndRequest(session_id, min(left_s, PROXY_LONG_POLL_S))
         try:
             state = await proxy.call_repeatedly("/rl/await_session", request, AwaitSessionEndReply)
         except HttpStatusError as refusal:

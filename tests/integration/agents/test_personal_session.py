@@ -1,20 +1,34 @@
 """`areal-hpc start`: a person's program, their verdict, and the place where the session is kept."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
 
+from areal_hpc.agents.harness.personal_session import open_session_at_any_cell
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.run_inputs import read_run_recipe
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import OfferEpisodeReply, OfferEpisodeRequest, StartSessionRequest
+from areal_hpc.wire.proxy import (
+    AwaitSessionEndRequest,
+    OfferEpisodeReply,
+    OfferEpisodeRequest,
+    ProxyHealth,
+    StartSessionReply,
+    StartSessionRequest,
+)
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import StandIn
 from tests.support.waiting import wait_for
 
 PROGRAM = f"""#!{sys.executable}
@@ -131,6 +145,85 @@ def test_a_harness_gets_its_settings_and_without_a_verdict_nothing_is_kept(
     assert len(list_personal_rows(stage)) == before
     code, output = start(gemini, "--print-env", str(stage.paths.root), said="\n")
     assert (code, "export OPENAI_API_KEY=sk-" in output) == (0, True), output
+
+
+class OtherCell(StandIn):
+    """Cell at which an episode waits."""
+
+    endpoint = "proxy-cell-1"
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/healthz", self._say), web.post("/rl/start_session", self._say)]
+
+    async def _say(self, request: web.Request) -> web.Response:
+        replies = {
+            "/healthz": ProxyHealth(0, 0, 0, replicas_serving=1),
+            "/rl/start_session": StartSessionReply("of cell 1", "key", "control", TASK),
+        }
+        return web.Response(body=msgspec.json.encode(replies[request.path]))
+
+
+@pytest.mark.parametrize("stage", ["people"], indirect=True)
+def test_where_no_episode_waits_the_next_cell_is_asked(stage: Stage) -> None:
+    other = OtherCell(stage.paths.rendezvous_dir, stage.service_key)
+    stage.loop.run(other.start())
+    recipe = Recipe.model_validate(read_run_recipe(stage.paths.recipe))
+    inference = recipe.inference.model_copy(update={"cells": 2})
+    both = recipe.model_copy(update={"inference": inference})
+    try:
+        proxy, opened = open_session_at_any_cell(stage.paths, both)
+        proxy.close()
+    finally:
+        stage.loop.run(other.stop())
+    assert opened.session_id == "of cell 1"
+
+
+@pytest.mark.parametrize("stage", ["people"], indirect=True)
+def test_a_verdict_after_the_episode_s_time_is_not_called_trained(
+    stage: Stage, gemini: Path
+) -> None:
+    task = {**TASK, "limits": {"timeout_s": 0.01}}
+    offer = OfferEpisodeRequest(StartSessionRequest("train", TicketRef(8, 0)), task, 60.0)
+    with closing(stage.begin("/rl/offer_episode", offer)):
+        run = str(stage.paths.root)
+        code, output = start(gemini, run, "--", str(gemini), "hi", said="6\n\n")
+    assert (code, "give your verdict within 0.01 s" in output) == (0, True), output
+    assert "reward 0.667: not trained, as it came after the episode's time" in output
+
+
+@pytest.mark.parametrize("stage", ["people"], indirect=True)
+@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGTERM, "deleted"])
+def test_a_session_ends_with_its_terminal_and_a_deleted_one_is_told(
+    end: signal.Signals | str, stage: Stage
+) -> None:
+    ref = TicketRef(9 if end == "deleted" else int(end), 1)
+    offer = OfferEpisodeRequest(StartSessionRequest("train", ref), TASK, 60.0)
+    with closing(stage.begin("/rl/offer_episode", offer)) as offered:
+        person = subprocess.Popen(
+            [sys.executable, "-m", "areal_hpc", "start", "--print-env", str(stage.paths.root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert person.stdout is not None
+        while "press Enter" not in (line := person.stdout.readline()):
+            assert line, "it has ended"
+        taken = msgspec.json.decode(offered.getresponse().read(), type=OfferEpisodeReply)
+    assert taken.session_id is not None
+    if isinstance(end, signal.Signals):
+        person.send_signal(end)
+        _, _ = person.communicate(timeout=scaled(60))
+        assert person.returncode == 128 + end
+        request = AwaitSessionEndRequest(taken.session_id, 0.0)
+        assert stage.post("/rl/await_session", request, stage.driver_key).json()["ended"]
+        return
+    other, key = stage.open_session(ref)
+    assert stage.ask(key, "hi").status_code == 200
+    stage.finish_session(key, 1.0)
+    stage.finish_ticket(ref, other)  # the session of the person is deleted
+    output, _ = person.communicate("\n6\n\n", timeout=scaled(60))
+    assert (person.returncode, "the session is over: nothing is kept" in output) == (0, True)
 
 
 @pytest.mark.parametrize(

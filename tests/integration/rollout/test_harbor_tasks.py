@@ -142,6 +142,9 @@ KEEP_WRITING = "while :; do echo 1.0 > /logs/verifier/reward.txt; done"
 FORGERIES = {
     "a verdict written beforehand": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json",
     "a writer left behind": f"mkdir -p /logs/verifier; setsid sh -c '{KEEP_WRITING}' >&- 2>&- &",
+    "a link to a verdict": (
+        "mkdir -p /logs/verifier; echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt"
+    ),
     "tests in place": "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh",
     "settings of Python at home": (
         "mkdir -p ~/.local/lib/python3.11/site-packages; for d in /workspace /app "
@@ -181,7 +184,7 @@ FORGERIES = {
 }
 
 
-BEFORE_THE_TESTS = {"a verdict written beforehand", "tests in place"}
+BEFORE_THE_TESTS = {"a verdict written beforehand", "a link to a verdict", "tests in place"}
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)

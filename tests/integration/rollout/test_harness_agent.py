@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.agents.harness.harness_agent import HarnessAgent, HarnessFolder
+from areal_hpc.agents.harness.harness_agent import (
+    HarnessAgent,
+    HarnessFolder,
+    compute_program_timeout_s,
+)
 from areal_hpc.dataset.harbor.task_folder import read_task_folder
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.reward.harbor import HarborTask
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.sandbox.sandbox import SandboxSpec
@@ -89,12 +94,16 @@ def test_a_harbor_task_is_played_in_its_folder_and_judged_by_its_tests(tmp_path:
     row = read_task_folder(folder)
     (solution,) = (folder / "solution").glob("*.py")
     script = 'printf %s "$ANSWER" > "$MODULE" && test -w "$HOME" && python3 -c "$PROGRAM" "$0" exit'
+    without_log = f"{script}; code=$?; rm -rf /logs/agent; exit $code"
     variables = {"MODULE": solution.name, "PROGRAM": PROGRAM.read_text(), "LEFT_BEHIND_S": "60"}
     config = AgentExecutionConfig.model_validate(SANDBOXED)
     rewards = []
-    for number, answer in enumerate((solution.read_text(), "")):
+    right = solution.read_text()
+    for number, (command, answer) in enumerate(
+        ((script, right), (script, ""), (without_log, right), (without_log, ""))
+    ):
         kwargs = {
-            "command": ["/bin/sh", "-c", script, "{task}"],
+            "command": ["/bin/sh", "-c", command, "{task}"],
             "timeout_s": scaled(60.0),
             "variables": {**variables, "ANSWER": answer},
         }
@@ -103,7 +112,18 @@ def test_a_harbor_task_is_played_in_its_folder_and_judged_by_its_tests(tmp_path:
         )
         assert outcome.status == "ok", outcome.reason
         rewards.append(outcome.reward)
-    assert rewards == [1.0, 0.0]
+    assert rewards == [1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("recipe_s", "task_s", "limit_s"),
+    [(None, 1800.0, 1800.0), (60.0, 1800.0, 60.0), (540.0, 60.0, 60.0), (None, None, 540.0)],
+)
+def test_a_program_has_the_task_s_time_unless_the_recipe_sets_less(
+    recipe_s: float | None, task_s: float | None, limit_s: float
+) -> None:
+    task = HarborTask(folder="/task", agent_timeout_s=task_s)
+    assert compute_program_timeout_s(recipe_s, task) == limit_s
 
 
 def make_spec(task: dict[str, Any]) -> EpisodeSpec:
