@@ -29,17 +29,17 @@ from areal_hpc.view.transcripts.row_filter import (
     compile_filter,
     get_column_sql,
 )
-from areal_hpc.wire.trajectory import RowRecord, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
-TABLES_VERSION = 4
+TABLES_VERSION = 5
 MAX_TEXT_CHARS = 100_000
 MAX_EXCERPT_CHARS = 100
 _LISTED_COLUMNS = (
     *("shard", "row", "eval_step", "oldest", "newest", "question", "reply"),
     *(field for field in TYPE_BY_FIELD if field not in ("note", "text")),
 )
-_COLUMNS = (*_LISTED_COLUMNS, "note", "named")
+_COLUMNS = (*_LISTED_COLUMNS, "note", "named", "own_group")
 _RECREATE_TABLES_SQL = f"""
 BEGIN IMMEDIATE;
 DROP TABLE IF EXISTS shards;
@@ -207,8 +207,11 @@ class RowIndex:
             (origin,) = matches
             group = self._select_as_dicts(
                 f"SELECT {_LISTED_SQL} FROM rows WHERE ticket = ? AND attempt = ? "
-                "AND eval_step = ? ORDER BY episode, row LIMIT 200",
-                (origin["ticket"], origin["attempt"], origin["eval_step"]),
+                "AND eval_step = ? AND own_group = ? ORDER BY episode, row LIMIT 200",
+                (
+                    *(origin["ticket"], origin["attempt"]),
+                    *(origin["eval_step"], origin["own_group"]),
+                ),
             )
             # Evaluation sets number their tasks alike; a ticket id stands for a task of one set.
             same, number = (
@@ -385,10 +388,16 @@ def _compute_row_values(row: TrajectoryRow) -> JsonObject:
         "note": "\n".join(call.reward.note for call in record.calls if call.reward),
         "oldest": oldest,
         "newest": newest,
+        "own_group": name_own_group(row),
         "named": json.dumps(_collect_reward_numbers(record)),
         "question": _excerpt_last_message(row, "user"),
         "reply": _excerpt_last_message(row, "assistant"),
     }
+
+
+def name_own_group(row: TrajectoryRow) -> str:
+    """Return the session of a row that is of no ticket: it is a group; empty for other rows."""
+    return row.record.session_id if row.kind is RowKind.PERSONAL else ""
 
 
 def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:

@@ -21,7 +21,7 @@ from areal_hpc.view.transcripts.messages import (
     list_call_facts,
     list_shown_messages,
 )
-from areal_hpc.view.transcripts.row_index import RowIndex
+from areal_hpc.view.transcripts.row_index import RowIndex, name_own_group
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 
@@ -140,10 +140,11 @@ INDENT = "  "
 
 def format_groups(rows: Sequence[FoundRow], width: int) -> str:
     """Format rows as conversations, in their order; rows of one group are side by side."""
-    groups: dict[tuple[int, int, int], list[tuple[FoundRow, TrajectoryRow]]] = {}
+    groups: dict[tuple[int, int, int, str], list[tuple[FoundRow, TrajectoryRow]]] = {}
     for found_row in rows:
         row = found_row.read()
-        groups.setdefault((row.eval_step, row.ticket_id, row.attempt), []).append((found_row, row))
+        group = (row.eval_step, row.ticket_id, row.attempt, name_own_group(row))
+        groups.setdefault(group, []).append((found_row, row))
     return "\n\n".join("\n".join(_format_group(group, width)) for group in groups.values())
 
 
@@ -181,6 +182,9 @@ def _format_group(group: Sequence[tuple[FoundRow, TrajectoryRow]], width: int) -
 
 def _format_group_title(group: Sequence[tuple[FoundRow, TrajectoryRow]]) -> str:
     found_row, row = group[0]
+    rewards = " ".join(f"{other.reward:g}" for _, other in group)
+    if own_group := name_own_group(row):
+        return f"session {own_group}: reward {rewards}"
     set_number, task = split_ticket_id(row.ticket_id)
     is_held_out = row.eval_step >= 0
     facts = [f"held-out task {task}" if is_held_out else f"ticket {row.ticket_id}"]
@@ -191,7 +195,6 @@ def _format_group_title(group: Sequence[tuple[FoundRow, TrajectoryRow]]) -> str:
         facts.append(f"step {step}")
     if not is_held_out and row.record.task_index >= 0:
         facts.append(f"task {row.record.task_index}")
-    rewards = " ".join(f"{other.reward:g}" for _, other in group)
     return f"{', '.join(facts)}: reward {rewards}"
 
 

@@ -232,6 +232,21 @@ def test_held_out_and_failed_episodes_are_shown_alike(run: RunPaths) -> None:
     assert failed[-3:] == ["failed", "  no", "    File 'a.py'"]
 
 
+def test_sessions_of_people_are_a_group_each(paths: RunPaths) -> None:
+    personal = [
+        replace(row, ticket_id=-1, kind=RowKind.PERSONAL)
+        for row in (conversation(5, 0, "four"), conversation(6, 0, "five"))
+    ]
+    shard = seal_in(paths, personal)
+    lines = shown(paths, "kind=personal")
+    titles = [line for line in lines if line.startswith("session ")]
+    assert titles == ["session s-5-0: reward 0", "session s-6-0: reward 0"]
+    with closing(RowIndex(paths, None)) as index:
+        index.index_new_rows()
+        group = index.select_related_rows(Path(shard.file).name, 1)["group"]
+    assert [row["reply"] for row in group] == ["five"]
+
+
 def test_what_a_model_says_reaches_no_terminal_as_control_characters(paths: RunPaths) -> None:
     seal_in(paths, [conversation(1, 0, "\x1b[2Jgone\u202eabc \u65e5\u672c" + "\u65e5" * 60)])
     lines = shown(paths, "", width=40)
