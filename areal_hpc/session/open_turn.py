@@ -91,7 +91,7 @@ def build_open_turn(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
     prefill: str | None = None,
-    agent_id: str = "",
+    separate_agent_id: str = "",
 ) -> OpenTurn:
     """Find the interaction that a conversation in normal form continues, and render the new text.
 
@@ -112,7 +112,7 @@ def build_open_turn(
 
     messages = align_tool_turns(messages, tree.reply_by_call_id)
     context = msgspec.json.encode([tools, variables]) if tools or variables else b""
-    parent, replies, differing = tree.find_longest_match(context, messages, agent_id)
+    parent, replies, differing = tree.find_longest_match(context, messages, separate_agent_id)
     if parent is not None:
         last_ids = parent.output_ids[-4 * MAX_CALL_END_TOKENS :]
 
@@ -233,7 +233,9 @@ PROMPT_ROLE = "prompt"
 TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
-def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> OpenTurn:
+def match_text_prompt(
+    tree: InteractionTree, prompt: str, encoder: TokenEncoder, separate_agent_id: str = ""
+) -> OpenTurn:
     """Find the interaction that a text continues; the text may lack its leading special tokens."""
     lead = encoder.encode("", add_special_tokens=True)
 
@@ -244,16 +246,23 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
             texts.append(encoder.decode(ids[len(lead) :]))
         return texts
 
-    parent, end = _find_longest_prefix(tree, prompt, lambda call: tree.get_own_texts(call, decode))
+    parent, end = _find_longest_prefix(
+        tree, separate_agent_id, prompt, lambda call: tree.get_own_texts(call, decode)
+    )
     return _build_raw_turn(parent, prompt[end:])
 
 
 def match_ids_prompt(
-    tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
+    tree: InteractionTree,
+    prompt: Sequence[int],
+    encoder: TokenEncoder,
+    separate_agent_id: str = "",
 ) -> tuple[OpenTurn, list[int]]:
     """Find the interaction that token ids continue; return the turn and the ids after it."""
     packed = np.asarray(prompt, "<i4").tobytes()
-    parent, end = _find_longest_prefix(tree, packed, lambda call: [call.new_ids + call.output_ids])
+    parent, end = _find_longest_prefix(
+        tree, separate_agent_id, packed, lambda call: [call.new_ids + call.output_ids]
+    )
     new_ids = list(prompt[end // 4 :])
     return _build_raw_turn(parent, encoder.decode(new_ids)), new_ids
 
@@ -267,12 +276,14 @@ def _build_raw_turn(parent: Interaction | None, tail: str) -> OpenTurn:
 
 def _find_longest_prefix(
     tree: InteractionTree,
+    separate_agent_id: str,
     prompt: TextOrBytes,
     list_forms: Callable[[Interaction], Sequence[TextOrBytes]],
 ) -> tuple[Interaction | None, int]:
     children: dict[str | None, list[Interaction]] = defaultdict(list)
     for interaction in tree:
-        children[interaction.parent_id].append(interaction)
+        if interaction.separate_agent_id == separate_agent_id:
+            children[interaction.parent_id].append(interaction)
     parent: Interaction | None = None
     longest = 0
     reached: list[tuple[str | None, int]] = [(None, 0)]

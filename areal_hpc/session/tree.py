@@ -133,7 +133,7 @@ class InteractionTree:
 
     def __init__(self) -> None:
         self._roots: dict[tuple[str, bytes], _MessageNode] = {}
-        """Roots of messages by agent and context: conversations of two agents never join."""
+        """Roots of messages by separate agent and context: two such agents never join."""
         self._entries: dict[str, _TreeEntry] = {}
         self.reply_by_call_id: dict[str, Message] = {}
         self._latest_sequence = "", b""
@@ -162,7 +162,7 @@ class InteractionTree:
         raise LookupError("no interaction has been completed")
 
     def find_longest_match(
-        self, context: bytes, messages: list[Message], agent_id: str = ""
+        self, context: bytes, messages: list[Message], separate_agent_id: str = ""
     ) -> tuple[Interaction | None, list[int], str | None]:
         """Find an agent's interaction with the longest history that `messages` begin with, or None.
 
@@ -173,10 +173,12 @@ class InteractionTree:
         """
         longest: Interaction | None = None
         replies: list[int] = []
-        node = self._roots.get((agent_id, sort_json_keys(context)))
+        node = self._roots.get((separate_agent_id, sort_json_keys(context)))
         if node is None:
             # Conversations with other tools or template variables.
-            others = [root for (agent, _), root in self._roots.items() if agent == agent_id]
+            others = [
+                root for (agent, _), root in self._roots.items() if agent == separate_agent_id
+            ]
             is_known = _has_assistant_message(messages) and any(
                 root.find_child(messages[0]) for root in others
             )
@@ -202,7 +204,7 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         if interaction.parent_id is None:
             parent = None
-            root_key = interaction.agent_id, sort_json_keys(interaction.context)
+            root_key = interaction.separate_agent_id, sort_json_keys(interaction.context)
             node = self._roots.setdefault(root_key, _MessageNode({}))
         else:
             parent = self._entries[interaction.parent_id]

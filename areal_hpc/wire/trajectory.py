@@ -76,6 +76,13 @@ class CallFacts(Struct, kw_only=True):
     """Agent that asked, by the client's own id; empty if it names none."""
     parent_agent_id: str = ""
     """Agent that called this one; empty for the one without an id."""
+    is_agent_separate: bool = False
+    """Whether the client named the agent by a header or `metadata`. Other ids only label a call."""
+
+    @property
+    def separate_agent_id(self) -> str:
+        """Agent whose conversations alone this call may continue; empty for all without one."""
+        return self.agent_id if self.is_agent_separate else ""
 
 
 class CallRecord(CallFacts, omit_defaults=True, kw_only=True):

@@ -278,15 +278,16 @@ class PromptBuilder:
         self, session: Session, call: ModelCall
     ) -> tuple[OpenTurn, list[int], int]:
         encoder, key = self._model.encoder, call.prompt_param_name
+        agent_id = call.facts.separate_agent_id
         if call.raw_prompt is None:
             turn = self._render_turn(session, call)
             encoded = await self.encode(turn.new_text, key)
             new_ids = turn.drop_repeated_turn_end(encoded)
         elif isinstance(call.raw_prompt, str):
-            turn = match_text_prompt(session.tree, call.raw_prompt, encoder)
+            turn = match_text_prompt(session.tree, call.raw_prompt, encoder, agent_id)
             new_ids = await self.encode(turn.new_text, key, add_special_tokens=turn.parent is None)
         else:
-            turn, new_ids = match_ids_prompt(session.tree, call.raw_prompt, encoder)
+            turn, new_ids = match_ids_prompt(session.tree, call.raw_prompt, encoder, agent_id)
         if turn.parent is None and not new_ids:
             raise ProxyRequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
@@ -311,7 +312,7 @@ class PromptBuilder:
                 tools=call.tools,
                 variables=call.template_variables,
                 prefill=call.prefill,
-                agent_id=call.facts.agent_id,
+                separate_agent_id=call.facts.separate_agent_id,
             )
         except ChatTemplateError as error:
             problem = f"the chat template rejects these messages: {error}"

@@ -169,7 +169,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: IgnoredParam = None
     context_management: IgnoredParam = None
     inference_geo: IgnoredParam = None
-    metadata: IgnoredParam = None
+    metadata: Any = None
     service_tier: IgnoredParam = None
     speed: IgnoredParam = None
 

@@ -195,9 +195,9 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     """Whether the reply continues the last message (vLLM)."""
     add_generation_prompt: bool | None = None
     """vLLM's parameter, which is false together with `continue_final_message`."""
-    metadata: IgnoredParam = None
+    metadata: Any = None
     prediction: IgnoredParam = None
-    prompt_cache_key: IgnoredParam = None
+    prompt_cache_key: Any = None
     prompt_cache_retention: IgnoredParam = None
     safety_identifier: IgnoredParam = None
     service_tier: IgnoredParam = None

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.reply import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
-from areal_hpc.proxy.dialects.parameters import IgnoredParam, Refusal, list_ignored_params
+from areal_hpc.proxy.dialects.parameters import Refusal, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     Bias,
     Penalty,
@@ -80,7 +80,7 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Bias] | None = None
     response_format: _ResponseFormat | None = None
-    user: IgnoredParam = None
+    user: Any = None
     # Beyond OpenAI, under SGLang's names:
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

@@ -144,7 +144,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     client_metadata: IgnoredParam = None
     context_management: IgnoredParam = None
-    prompt_cache_key: IgnoredParam = None
+    prompt_cache_key: Any = None
     prompt_cache_retention: IgnoredParam = None
     safety_identifier: IgnoredParam = None
     max_tool_calls: IgnoredParam = None

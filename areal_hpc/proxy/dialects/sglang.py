@@ -33,6 +33,7 @@ from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, make_rando
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.tree import format_ids_as_json_inside
+from areal_hpc.wire.trajectory import CallFacts
 
 
 class GenerateSampling(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -122,7 +123,11 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def tokenize(
-    prompts: PromptBuilder, model: ServedModel, session: Session, request: TokenizeRequest
+    prompts: PromptBuilder,
+    model: ServedModel,
+    session: Session,
+    request: TokenizeRequest,
+    facts: CallFacts,
 ) -> bytes:
     if (request.prompt is None) == (request.messages is None):
         raise ProxyRequestError(400, "give either a prompt or messages", key="prompt")
@@ -142,6 +147,7 @@ async def tokenize(
             tools=build_tool_schemas(request.tools, [], []) or None,
             template_variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
+            facts=facts,
         )
         ids_json, count = await prompts.build_prompt(session, call)
     tokens = msgspec.Raw(b"[" + ids_json + b"]")

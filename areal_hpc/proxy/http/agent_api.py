@@ -108,6 +108,7 @@ class AgentApi:
                 dialect.request,
                 error_formatter=dialect.error_formatter,
                 passes_unknown_params=True,
+                takes_facts=True,
             )
             yield replace(
                 tolerant,
@@ -120,7 +121,7 @@ class AgentApi:
                 answer: Callable[..., Any] = partial(self._count_tokens, count_path, dialect)
                 yield replace(tolerant, path=count_path, answer=answer)
         answer = partial(tokenize, self._completions.prompts, self._model)
-        yield Route("POST", "/tokenize", "session", answer, TokenizeRequest)
+        yield Route("POST", "/tokenize", "session", answer, TokenizeRequest, takes_facts=True)
         answer = partial(detokenize, self._model)
         yield Route("POST", "/detokenize", "session", answer, DetokenizeRequest)
         name, most = self._model.name, self._model.context_tokens
@@ -149,7 +150,8 @@ class AgentApi:
     def list_google_routes(self) -> Iterator[Route]:
         """Yield the routes of Google's dialect, which have paths and keys of their own."""
         common: dict[str, Any] = {"opened_by": "session", "error_formatter": format_google_error}
-        calls = {**common, "method": "POST", "takes_query": True, "passes_unknown_params": True}
+        calls = {**common, "method": "POST", "takes_query": True}
+        calls |= {"passes_unknown_params": True, "takes_facts": True}
         lists = {**common, "method": "GET", "is_open_after_session_end": True}
         model = self._model
 
@@ -198,9 +200,14 @@ class AgentApi:
         return ModelAnswer(exchange, exchange.format_reply(choices))
 
     async def _count_prompt_tokens(
-        self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
+        self,
+        route: str,
+        session: Session,
+        exchange: Exchange,
+        unknown_params: Sequence[str],
+        facts: CallFacts,
     ) -> int:
-        call = self._enforce_sampling(route, session, exchange, unknown_params, CallFacts())
+        call = self._enforce_sampling(route, session, exchange, unknown_params, facts)
         return (await self._completions.prompts.build_prompt(session, call))[1]
 
     def _enforce_sampling(

@@ -1,4 +1,4 @@
-"""Ids by which programs tell the agents of one session apart, in headers or parameters."""
+"""Ids by which programs name the agents of one session, in headers or parameters."""
 
 from collections.abc import Iterator, Mapping
 
@@ -15,25 +15,25 @@ PARENT_HEADER_BY_AGENT_HEADER = {
 AGENT_KEY, PARENT_KEY = "agent_id", "parent_agent_id"
 """Keys of the parameter `metadata`."""
 AGENT_PARAMETERS = ("prompt_cache_key", "user")
-"""Parameters of OpenAI that many programs set to the id of a conversation."""
+"""Parameters of OpenAI that many programs set to the id of a conversation, and some to another
+value in each request. So they label a call, and do not keep conversations apart."""
 MAX_AGENT_ID_CHARS = 128
 
 
-def build_call_facts(
-    headers: Mapping[bytes, bytes], request: msgspec.Struct, *, is_retry: bool
-) -> CallFacts:
+def build_call_facts(headers: Mapping[bytes, bytes], request: msgspec.Struct) -> CallFacts:
     """Build the facts of a request; headers name its agent, else `metadata` or a parameter."""
-    for agent_id, parent_id in _list_named_agents(headers, request):
+    for agent_id, parent_id in _list_separate_agents(headers, request):
         if agent_id:
             return CallFacts(
-                is_retry=is_retry,
                 agent_id=agent_id[:MAX_AGENT_ID_CHARS],
                 parent_agent_id=parent_id[:MAX_AGENT_ID_CHARS],
+                is_agent_separate=True,
             )
-    return CallFacts(is_retry=is_retry)
+    labels = (str(getattr(request, name, None) or "") for name in AGENT_PARAMETERS)
+    return CallFacts(agent_id=next(filter(None, labels), "")[:MAX_AGENT_ID_CHARS])
 
 
-def _list_named_agents(
+def _list_separate_agents(
     headers: Mapping[bytes, bytes], request: msgspec.Struct
 ) -> Iterator[tuple[str, str]]:
     for agent_header, parent_header in PARENT_HEADER_BY_AGENT_HEADER.items():
@@ -44,5 +44,3 @@ def _list_named_agents(
     metadata = getattr(request, "metadata", None)
     if isinstance(metadata, dict):
         yield str(metadata.get(AGENT_KEY) or ""), str(metadata.get(PARENT_KEY) or "")
-    for name in AGENT_PARAMETERS:
-        yield str(getattr(request, name, None) or ""), ""

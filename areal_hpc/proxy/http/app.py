@@ -44,6 +44,7 @@ from areal_hpc.proxy.metrics import MAX_NAME_CHARS
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import CONNECTION_KEY, ByteBudget, GuardedProtocol
+from areal_hpc.wire.trajectory import CallFacts
 
 RETRY_AFTER_S = 1
 """Time in the header Retry-After of a response with status 429 or 503."""
@@ -165,16 +166,16 @@ class ProxyApp:
         body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
         if len(body) > MAX_UNCOUNTED_BODY_BYTES:
             await refuse_too_many_values(body, self._max_messages)
-        arguments = self._list_arguments(route, session, parameter, body, scope)
+        arguments = self._list_arguments(route, session, parameter, body, request)
         if route.opened_by == "admin" and not is_driver:
             arguments = [_restrict_session_request(argument) for argument in arguments]
         if not route.calls_model or session is None:
             return await _answer(route, arguments, request, keeps_content=False)
 
         async def answer(is_retry: bool, keeps_content: bool) -> Answer:
-            decoded = arguments[-2]
-            assert isinstance(decoded, msgspec.Struct)
-            arguments.append(build_call_facts(request.headers, decoded, is_retry=is_retry))
+            facts = arguments[-1]
+            assert isinstance(facts, CallFacts)
+            arguments[-1] = msgspec.structs.replace(facts, is_retry=is_retry)
             return await _answer(route, arguments, request, keeps_content=keeps_content)
 
         requests = self._requests_by_session.get(session)
@@ -275,9 +276,10 @@ class ProxyApp:
         return session
 
     def _list_arguments(
-        self, route: Route, session: Session | None, parameter: str, body: bytes, asgi_scope: Scope
+        self, route: Route, session: Session | None, parameter: str, body: bytes, request: _Request
     ) -> list[object]:
         arguments: list[object] = []
+        decoded: object = None
         if session is not None:
             if self._store.sessions.get(session.session_id) is not session:  # deleted meanwhile
                 raise ProxyRequestError(401, "invalid session key")
@@ -285,9 +287,9 @@ class ProxyApp:
                 raise ProxyRequestError(403, "the session has ended")
             arguments.append(session)
         if route.takes_query:
-            arguments.append(read_query_parameters(asgi_scope))
+            arguments.append(read_query_parameters(request.scope))
         if parameter and route.request is None:
-            arguments += parameter, read_query_parameters(asgi_scope)
+            arguments += parameter, read_query_parameters(request.scope)
         elif route.request is not None and route.passes_unknown_params:
             unknown: list[str] = []
             decode = partial(decode_request_json, json_type=route.request, unknown_params=unknown)
@@ -297,7 +299,11 @@ class ProxyApp:
                 decoded = decode(body)
             arguments += decoded, unknown
         elif route.request is not None:
-            arguments.append(decode_request_json(body, route.request))
+            decoded = decode_request_json(body, route.request)
+            arguments.append(decoded)
+        if route.takes_facts:
+            assert isinstance(decoded, msgspec.Struct)
+            arguments.append(build_call_facts(request.headers, decoded))
         return arguments
 
 

@@ -53,7 +53,9 @@ class Route:
     streams: bool = False
     """Whether it may answer with server-sent events."""
     calls_model: bool = False
-    """Whether the session records the answer; the last argument is its `CallFacts`."""
+    """Whether the session records the answer."""
+    takes_facts: bool = False
+    """Whether the handler takes the request's `CallFacts`, as its last argument."""
     is_open_after_session_end: bool = False
     passes_unknown_params: bool = False
     """Whether undeclared parameters are accepted; the handler then takes their names as well."""

@@ -140,12 +140,12 @@ def test_dropped_tools_are_named_to_the_client_and_in_the_export(
 def test_what_had_no_effect_is_in_the_record_of_the_rows(stage: Stage, ref: TicketRef) -> None:
     session_id, key = stage.open_session(ref)
     ask_least(stage, key, "/responses", truncation="auto", sparkle=1)
-    ask_least(stage, key, "/messages", metadata={"user_id": "u"}, sparkle=1)
+    ask_least(stage, key, "/messages", service_tier="auto", metadata={"user_id": "u"}, sparkle=1)
     stage.finish_session(key, 1.0)
     stage.finish_ticket(ref, session_id)
     stage.seal()
     for row in stage.sealed_rows(ref):
-        assert row.record.ignored == {"truncation": 1, "sparkle": 2, "metadata": 1}
+        assert row.record.ignored == {"truncation": 1, "sparkle": 2, "service_tier": 1}
 
 
 SCHEMA = {"type": "object"}

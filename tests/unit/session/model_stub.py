@@ -64,6 +64,7 @@ def answer(
         is_retry=is_retry,
         agent_id=agent[0],
         parent_agent_id=agent[1],
+        is_agent_separate=True,
         asked_at=during[0],
         answered_at=during[1],
         is_reward_named=True,  # a test may set one
@@ -93,7 +94,7 @@ def say(
         ENCODER,
         tools=tools,
         variables=variables,
-        agent_id=agent[0],
+        separate_agent_id=agent[0],
     )
     output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
     new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text))
