@@ -17,7 +17,6 @@ from areal_hpc.metrics.step_metrics import (
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.commands import exit_code_of, run_program, said_by
-from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import Kill, KilledRun
 from tests.support.process_commands import find_processes
@@ -27,8 +26,6 @@ from tests.support.small_run import SmallRun, await_none_left
 pytestmark = pytest.mark.timeout(900)
 
 PHASES = {f"time/{phase.name}_s" for phase in STEP_PHASES}
-
-BETWEEN_PHASES_S = scaled(0.1)
 
 
 def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: SmallRun) -> None:
@@ -51,16 +48,14 @@ def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: Sm
 def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: SmallRun) -> None:
     rows = read_metrics(finished.paths.metrics)
     assert {name for row in rows for name in row if find_metric(name) is None} == set()
+    covered_s = 0.0
     for row in rows:
-        phases_s = sum(seconds for name, seconds in row.items() if name in PHASES)
-        # Work between phases takes milliseconds; these steps take few hundreds of them.
-        assert phases_s >= 0.97 * row["time/step_s"] - BETWEEN_PHASES_S, row["step"]
-        assert (
-            sum(compute_time_shares_by_system_part(row).values())
-            >= 0.97 - BETWEEN_PHASES_S / row["time/step_s"]
-        )
+        covered_s += sum(seconds for name, seconds in row.items() if name in PHASES)
+        # Steps this short may wait for a processor between two phases.
+        assert sum(compute_time_shares_by_system_part(row).values()) >= 0.8, row["step"]
         assert row["limit"] in {phase.system_part for phase in STEP_PHASES}
         assert row["generation"] == (1 if row["step"] <= 3 else 2)  # another test asks for more
+    assert covered_s >= 0.97 * sum(row["time/step_s"] for row in rows)
     times = [row["unix_time_s"] for row in rows]
     assert times == sorted(times)
     assert times[-1] <= finished.paths.finished_marker.stat().st_mtime + 1
