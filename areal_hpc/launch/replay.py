@@ -104,7 +104,7 @@ class RecordedStepsReplay:
             raise RecipeError(
                 "credit=turn trains on rewards of single replies, which were not judged again",
                 key="trainer.objective.credit",
-                hint="add trainer.objective.credit=episode; a source's own credit cannot be replayed",
+                hint="add trainer.objective.credit=episode; the credit of a source stays",
             )
         self._is_changed = bool(learning_overrides or self._rejudged)
         self._run, self._out = run, output_run
