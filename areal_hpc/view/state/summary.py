@@ -66,6 +66,8 @@ def format_run_progress(view: RunView) -> list[str]:
             mean = format_metric(last["staleness/mean"], ".1f")
             lines.append(f"  staleness         {mean} mean, {last.get('staleness/max')} max")
     elif view.sft:
+        if not view.is_sft_alone:  # else its step is the run's
+            lines.append(f"  SFT               step {view.sft[-1]['step']}")
         lines += _describe_sft(view.sft)
     checkpoint = "none yet"
     if view.checkpoint is not None:
