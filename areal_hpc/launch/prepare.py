@@ -372,11 +372,8 @@ def _compare_with_launched_recipe(
         source.update(defaults | source)
     before, now = map(flatten_keys, trees)
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
-    return (
-        flatten_keys_hiding_private_values(trees[0]),
-        flatten_keys_hiding_private_values(trees[1]),
-        changed,
-    )
+    shown_before, shown_now = map(flatten_keys_hiding_private_values, trees)
+    return shown_before, shown_now, changed
 
 
 def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:

@@ -124,13 +124,13 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """
         await sandbox.kill_all_commands()
         left = await sandbox.exec(_LIST_LEFT_SCRIPT, timeout_s=10.0)
-        reward = await self._put_and_run_tests(sandbox)
+        reward = await self._run_task_tests(sandbox)
         if not left.stdout and left.exit_code != 0:
             return reward
         facts = {"tampered": float(bool(left.stdout))}
         return msgspec.structs.replace(reward, metrics={**reward.metrics, **facts})
 
-    async def _put_and_run_tests(self, sandbox: Sandbox) -> Reward:
+    async def _run_task_tests(self, sandbox: Sandbox) -> Reward:
         try:
             await self._put_tests(sandbox)
             result = await sandbox.exec(
