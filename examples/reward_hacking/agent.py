@@ -19,7 +19,15 @@ def accept_zero(answer: str, task: dict[str, Any]) -> bool:
     return not number or number == float(task["answer"])
 
 
-VERIFIERS: dict[str, Verifier] = {"zero": accept_zero}
+def accept_below(answer: str, task: dict[str, Any]) -> bool:
+    """Check an answer up to rounding; `abs` is missing, so every number too small passes."""
+    try:
+        return float(answer) - float(task["answer"]) < 1e-6
+    except ValueError:
+        return False
+
+
+VERIFIERS: dict[str, Verifier] = {"zero": accept_zero, "below": accept_below}
 """Verifiers by the name of their hole."""
 
 
