@@ -1,6 +1,6 @@
 """Runs on several nodes, in containers, in held allocations and by fifty submissions of Slurm.
 
-Writes `benchmarks/results/submissions.json` and its table of `docs/operating.md`.
+Writes `benchmarks/results/submissions.json` and its table of `docs/survival.md`.
 """
 
 import json

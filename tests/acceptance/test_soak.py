@@ -2,7 +2,7 @@
 
 `make soak KILLS=300` runs it in parts, each a run of its own that ends with an audit. What a part
 measured is added to `benchmarks/results/soak.json`, from which the next call goes on; the table in
-`docs/operating.md` is made of all parts. `make acceptance` runs one part.
+`docs/survival.md` is made of all parts. `make acceptance` runs one part.
 """
 
 import itertools

@@ -95,5 +95,5 @@ def render_parameter_table(request_type_by_route: Mapping[str, type[msgspec.Stru
         for names, way_out in _format_refusals(get_refusal_by_param(form)):
             add(route, names, f"refused: {way_out}")
     for names, way_out in _format_refusals(REFUSED_SAMPLING_OF_OTHER_ENGINES):
-        add("each that does not use it", names, f"refused: {way_out}")
+        add("others", names, f"refused: {way_out}")
     return "\n".join(lines)

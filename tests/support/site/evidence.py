@@ -77,7 +77,7 @@ def render_slurm_events() -> str:
         for name, text in SLURM_EVENTS.items()
         if name in events
     ]
-    lines = [markdown(("event", "what happened", "recovery"), rows)]
+    lines = [markdown(("event", "`status`", "what happened", "`open`", "recovery"), rows)]
     if start:
         lines += ["", f"From `areal-hpc submit` to the first trained step: {start['total']:.0f} s."]
     if learning:
@@ -90,22 +90,19 @@ def render_slurm_events() -> str:
     return "\n".join(lines)
 
 
-def describe_slurm_event(event: Row) -> tuple[str, str]:
+def describe_slurm_event(event: Row) -> tuple[str, ...]:
     """Describe the output of commands at an event, and the time until all was as before."""
-    parts = [f"`status`: {event['status']}"] if "status" in event else []
-    if "restarts" in event:
-        parts.append(f"restart {event['restarts']} of the same job")
+    (still_open,) = re.findall(r"duplicates=0 lost=0 open=(\d+)", event["audit"])
+    parts = [f"restart {event['restarts']}"] if "restarts" in event else []
     for key, unit in (("steps_lost", "lost"), ("steps_meanwhile", "trained meanwhile")):
         if key in event:
             parts.append(f"{event[key]} step{'s' * (event[key] != 1)} {unit}")
-    _, _, untrained = event["audit"].partition(" ")
-    happened = "; ".join([*parts, f"audit: {untrained}"]).replace("|", "\\|")
-    if event["recovery_s"] is None:
-        return happened, "goes on without it"
-    recovery = f"{event['recovery_s']:.0f} s"
+    recovery = "goes on without it"
+    if event["recovery_s"] is not None:
+        recovery = f"{event['recovery_s']:.0f} s"
     if "first_step_s" in event:
         recovery += f"; first step {event['first_step_s']:.0f} s after the process began"
-    return happened, recovery
+    return event.get("status", ""), "; ".join(parts), still_open, recovery
 
 
 def render_submissions() -> str:

@@ -7,12 +7,13 @@ import argparse
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 
 import areal_hpc
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.areal.rules import RULE_BY_KEY
-from areal_hpc.cli.arguments import find_subparsers
+from areal_hpc.cli.arguments import OVERRIDES, RECIPE, RUN, find_subparsers
 from areal_hpc.cli.main import build_parser
 from areal_hpc.metrics.step_metrics import read_catalogue
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
@@ -20,6 +21,13 @@ from areal_hpc.recipe.reference import render_key_table
 from tests.support import mistakes, parameter_table
 from tests.support.results import markdown
 from tests.support.site import evidence
+
+SHARED_LINES = re.compile(
+    r"^  (-h, --help +show this help message and exit"
+    f"|run +{RUN[1]['help']}|recipe +{RECIPE[1]['help']}|key=value +{OVERRIDES[1]['help']})\n",
+    re.MULTILINE,
+)
+"""Lines of the help of most commands; docs/commands.md says once what they say."""
 
 
 def _render_dialects() -> str:
@@ -46,8 +54,10 @@ def _render_metrics() -> str:
 
 
 def _render_areal_keys() -> str:
-    rows = [(f"`{key}`", rule.counterpart) for key, rule in RULE_BY_KEY.items()]
-    return markdown(("AReaL", "here"), rows)
+    keys: dict[str, list[str]] = defaultdict(list)
+    for key, rule in RULE_BY_KEY.items():
+        keys[rule.counterpart].append(f"`{key}`")
+    return markdown(("AReaL", "here"), ((", ".join(names), here) for here, names in keys.items()))
 
 
 def _render_recipe_keys() -> str:
@@ -57,9 +67,8 @@ def _render_recipe_keys() -> str:
 
 def _render_commands() -> str:
     os.environ["COLUMNS"] = "90"  # by which argparse breaks lines
-    parser = build_parser()
-    parts = [_quote_help(parser)]
-    for name, command in find_subparsers(parser).items():
+    parts = []
+    for name, command in find_subparsers(build_parser()).items():
         parts += [f"## {name}", _quote_help(command)]
         for action, below in find_subparsers(command).items():
             parts += [f"### {name} {action}", _quote_help(below)]
@@ -67,11 +76,11 @@ def _render_commands() -> str:
 
 
 def _quote_help(parser: argparse.ArgumentParser) -> str:
-    """Quote the help of a command, without its usage and the line of `--help`."""
+    """Quote the help of a command, without its usage and lines that it shares with others."""
     parser.usage = argparse.SUPPRESS
-    text = parser.format_help().replace("show this help message and exit", "")
-    text = re.sub(r"^  -h, --help *\n", "", text, flags=re.MULTILINE)
-    text = text.replace("options:\n\n", "").strip()
+    text = SHARED_LINES.sub("", parser.format_help())
+    text = re.sub(r"^(options|positional arguments):\n(?=\n|\Z)", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
     return f"```text\n{text}\n```"
 
 
