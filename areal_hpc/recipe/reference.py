@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -14,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from areal_hpc.recipe.base import BaseConfig, get_key_separator, get_section_class
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.cluster import JobOptions
 
 TYPE_NAMES = {Any: "anything", Path: "path"}
 COMPARISON_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -53,29 +53,25 @@ def _iterate_keys(model: type[BaseConfig], prefix: str) -> Iterator[str]:
 
 
 def _iterate_key_rows(
-    model: type[BaseConfig], prefix: str, shown: dict[type[BaseConfig], str]
+    model: type[BaseConfig], prefix: str, shown: dict[tuple[type, str], str]
 ) -> Iterator[str]:
-    """Yield a section's rows; one row stands for a section whose keys are `shown` elsewhere."""
+    """Yield a section's rows; one row stands for all keys that are `shown` in another section."""
     meanings = _read_meanings(model)
+    repeated: dict[str, list[str]] = defaultdict(list)
     for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
-        section = get_section_class(field.annotation)
-        if section is not None:
+        declaring = next(kind for kind in model.__mro__ if name in inspect.get_annotations(kind))
+        place = shown.setdefault((declaring, name), prefix)
+        section, key = get_section_class(field.annotation), f"{prefix}{name}"
+        if place != prefix:
+            repeated[place].append(name)
+        elif section is not None:
             yield f"| **`{key}`** | | | {meanings[name]} |"
-            if section is JobOptions:
-                names = list(JobOptions.model_fields)
-                keys = f"Those of `cluster.slurm` from `{names[0]}` to `{names[-1]}`."
-                yield f"| `{key}.<name>.<option>` | as there | `null` | {keys} |"
-            elif same := next((kind for kind in shown if issubclass(kind, section)), None):
-                below = f"{key}{get_key_separator(field)}<option>"
-                options = ", ".join(section.model_fields)
-                yield f"| `{below}` | as there | as there | As in `{shown[same]}`: {options}. |"
-            else:
-                shown[section] = key
-                yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}", shown)
-            continue
-        kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
-        yield f"| `{key}` | {kind} | {_format_default(field)} | {meanings[name]} |"
+            yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}", shown)
+        else:
+            kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
+            yield f"| `{key}` | {kind} | {_format_default(field)} | {meanings[name]} |"
+    for place, names in repeated.items():
+        yield f"| `{prefix}<option>` | | | As in `{place[:-1]}`: {', '.join(names)}. |"
 
 
 def _read_meanings(model: type[BaseConfig]) -> dict[str, str]:
@@ -112,9 +108,9 @@ def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
         kinds = [describe_type(part, bounds) for part in parts if part is not NoneType]
         return " or ".join([*kinds, "null"] if NoneType in parts else kinds)
     if origin is Literal:
-        kind = f"one of {', '.join(map(str, parts))}"
+        kind = ", ".join(map(str, parts))
     elif origin is dict:
-        kind = f"mapping of {describe_type(parts[0])} to {describe_type(parts[1])}"
+        kind = "mapping" if parts[1] is Any else f"mapping to {describe_type(parts[1])}"
     elif origin is tuple and parts[-1] is Ellipsis:
         kind = f"list of {describe_type(parts[0])}"
     elif origin is tuple:
