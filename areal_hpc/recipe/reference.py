@@ -56,7 +56,7 @@ def _iterate_key_rows(
     model: type[BaseConfig], prefix: str, shown: dict[tuple[type, str], str]
 ) -> Iterator[str]:
     """Yield a section's rows; one row stands for all keys that are `shown` in another section."""
-    meanings = _read_meanings(model)
+    meanings = read_meanings(model)
     repeated: dict[str, list[str]] = defaultdict(list)
     for name, field in model.model_fields.items():
         declaring = next(kind for kind in model.__mro__ if name in inspect.get_annotations(kind))
@@ -74,14 +74,14 @@ def _iterate_key_rows(
         yield f"| `{prefix}<option>` | | | As in `{place[:-1]}`: {', '.join(names)}. |"
 
 
-def _read_meanings(model: type[BaseConfig]) -> dict[str, str]:
-    """Read the docstring of each key from the section's source, as a cell of a table.
+def read_meanings(model: type) -> dict[str, str]:
+    """Read the docstring of each field from the source of a class of ours, as a cell of a table.
 
     pydantic would read the sources at each import, which takes a fifth of a recipe's loading.
     """
     meanings: dict[str, str] = {}
     for section in reversed(model.__mro__):
-        if not issubclass(section, BaseConfig):
+        if not section.__module__.startswith("areal_hpc."):
             continue
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
         assert isinstance(definition, ast.ClassDef)

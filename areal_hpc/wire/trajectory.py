@@ -97,7 +97,7 @@ class CallRecord(CallFacts, omit_defaults=True, kw_only=True):
     trained: bool = False
     """Whether this row trains the reply. If several rows share it, the first of them trains it."""
     reward: Reward | None = None
-    """Reward that the agent gave this reply, without rewards that are passed back."""
+    """The agent's own: `value`, `parts`, `metrics`, `note`, `answer`; nothing passed back."""
     reuse: PromptReuse = "none"
     prompt_tokens: int = 0
     """Tokens of the whole prompt: the reply begins at this token of the row."""
@@ -107,10 +107,11 @@ class CallRecord(CallFacts, omit_defaults=True, kw_only=True):
     new_messages: int = 0
     """Number of new messages in its prompt; the reply follows them in the row's messages."""
     tools: str = ""
-    """Hash of the schemas of the tools that it could call."""
+    """Hash of its tools in the shard: BLAKE2b, 8 bytes, of their sorted JSON."""
     template_variables: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
-    """SGLang's sampling parameters; missing ones had SGLang's default."""
+    """SGLang's sampling parameters; missing ones had SGLang's default. Above 1,000 bytes a grammar
+    is its hash."""
 
 
 class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -4,11 +4,14 @@ A document has the line `<!-- table: NAME -->` where the site has the table.
 """
 
 import argparse
+import json
 import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+
+import msgspec
 
 import areal_hpc
 from areal_hpc.agents.harness.programs import HARNESSES
@@ -17,8 +20,11 @@ from areal_hpc.cli.arguments import OVERRIDES, RECIPE, RUN, find_subparsers
 from areal_hpc.cli.main import build_parser
 from areal_hpc.metrics.step_metrics import read_catalogue
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
-from areal_hpc.recipe.reference import render_key_table
+from areal_hpc.recipe.presets import PRESETS
+from areal_hpc.recipe.reference import read_meanings, render_key_table
+from areal_hpc.wire.trajectory import CallRecord, RowRecord
 from tests.support import mistakes, parameter_table
+from tests.support.environments import CHECKOUT
 from tests.support.results import markdown
 from tests.support.site import evidence
 
@@ -33,6 +39,37 @@ SHARED_LINES = re.compile(
 def _render_dialects() -> str:
     forms = {path: dialect.request for path, dialect in DIALECT_BY_ROUTE.items()}
     return parameter_table.render_parameter_table(forms)
+
+
+def _render_presets() -> str:
+    rows = []
+    for name, preset in PRESETS.items():
+        values = [
+            f"`{key.removeprefix('trainer.objective.')}={json.dumps(value).strip(chr(34))}`"
+            for key, value in preset.values.items()
+        ]
+        rows.append((f"`{name}`", ", ".join(values), preset.source))
+    return markdown(("preset", "sets", "source"), rows)
+
+
+def _render_records() -> str:
+    parts = []
+    for title, struct in (("a record", RowRecord), ("a call", CallRecord)):
+        meanings, rows = read_meanings(struct), []
+        for field in msgspec.structs.fields(struct):
+            default = field.default
+            if field.default_factory is not msgspec.NODEFAULT:
+                default = field.default_factory()
+            value = "" if field.required else f"`{json.dumps(default)}`"
+            rows.append((f"`{field.name}`", value, meanings.get(field.name, "")))
+        parts.append(markdown((f"field of {title}", "if missing", "holds"), rows))
+    return "\n\n".join(parts)
+
+
+def _render_decisions() -> str:
+    notes = sorted((CHECKOUT / "docs" / "decisions").glob("0*.md"))
+    titles = [note.read_text().partition("\n")[0].removeprefix("# ") for note in notes]
+    return "\n".join(f"- [{title}]({note.name})" for title, note in zip(titles, notes, strict=True))
 
 
 def _render_harnesses() -> str:
@@ -99,15 +136,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "attacks": evidence.render_attacks,
     "commands": _render_commands,
     "cosines": evidence.render_bias,
+    "decisions": _render_decisions,
     "events": evidence.render_slurm_events,
     "keys": _render_areal_keys,
     "metrics": _render_metrics,
     "mistakes": mistakes.mistakes_table,
     "oracles": evidence.render_oracles,
     "parameters": _render_dialects,
+    "presets": _render_presets,
     "programs": _render_harnesses,
     "rank kill": evidence.render_rank_kills,
     "recipe keys": _render_recipe_keys,
+    "records": _render_records,
     "resumes": evidence.render_resumes,
     "runs": evidence.render_learning,
     "seconds": evidence.render_kills,
