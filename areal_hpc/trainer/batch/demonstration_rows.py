@@ -19,9 +19,8 @@ from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder,
 from areal_hpc.trainer.batch.packing import TrainingRow
 
 TextRange = tuple[int, int]
-PROBE_REPLIES = ("\ue000", "\ue001")
-"""Replies that differ in their first character from each other, so from any reply one of them does.
-They are fixed: every rank must build the same rows."""
+PROBE_CODES = range(0xE000, 0xF900)
+"""Private code points; the first that a text lacks is a reply that differs from the text's own."""
 
 
 @dataclass(slots=True)
@@ -136,11 +135,12 @@ class DemonstrationTokenizer:
     ) -> int:
         """Find where the reply begins in a text that does not begin with the reply's prompt.
 
-        The texts with other replies are equal up to there.
+        The text with another reply is equal up to there.
         """
         render = partial(self._template.render_prompt, tools=tools, opens_reply=False)
-        others = [render([*before, {"role": "assistant", "content": it}]) for it in PROBE_REPLIES]
-        shared = min(_count_common_chars(text, other) for other in others)
+        probe = next(char for char in map(chr, PROBE_CODES) if char not in text)
+        other = render([*before, {"role": "assistant", "content": probe}])
+        shared = _count_common_chars(text, other)
         history = render(before)
         opening = prompt.removeprefix(history)
         found = text.rfind(opening, _count_common_chars(text, history), shared)

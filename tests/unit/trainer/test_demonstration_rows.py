@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.dataset.demonstrations import Demonstration
 from areal_hpc.errors import RecipeError
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.trainer.batch.demonstration_rows import PROBE_REPLIES, DemonstrationTokenizer
+from areal_hpc.trainer.batch.demonstration_rows import PROBE_CODES, DemonstrationTokenizer
 from tests.support.chatml import CHATML, write_model_dir
 from tests.support.template_scenes import SCENES, TOOLS
 from tests.unit.session import families
@@ -95,7 +95,7 @@ def test_replies_alone_are_learned(
 def test_a_reply_is_found_by_its_place_whatever_it_begins_with(tmp_path: Path) -> None:
     """All ranks build the same rows, and the prompt is not learned."""
     model = write_model(tmp_path, OPENS_REASONING)
-    replies = ["42 is it", "a", "0", "", *PROBE_REPLIES, *map("{:x}".format, range(16))]
+    replies = ["42 is it", "a", "0", "", *map(chr, PROBE_CODES[:2]), *map("{:x}".format, range(16))]
     question = {"role": "user", "content": "?"}
     demonstrations = [
         Demonstration([question, {"role": "assistant", "content": reply}]) for reply in replies
