@@ -2,11 +2,9 @@
 
 import math
 import statistics
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import accumulate
 
 import msgspec
 
@@ -15,7 +13,7 @@ from areal_hpc.metrics.step_metrics import find_metric, read_metrics, select_tra
 from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_inputs import read_run_recipe
+from areal_hpc.rundir.run_inputs import NO_SOURCES, TrainSources, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.events import count_unusual_events
@@ -224,15 +222,16 @@ def _compare_tasks(
     if not now or not earlier_episodes:
         return [], []
     rewards, before = _average_reward_by_task(now), _average_reward_by_task(earlier_episodes)
-    run, source_sizes = paths.run_name, list[int]()
+    run, sources = paths.run_name, NO_SOURCES
     with suppress(OSError, msgspec.DecodeError):  # absent if there is one source
-        source_sizes = decode_json(paths.train_source_sizes.read_bytes(), list[int])
+        sizes = decode_json(paths.train_source_sizes.read_bytes(), list[int])
+        sources = TrainSources(sizes=tuple(sizes))
     where = f"step={now[0].step} and kind=train"
     page = build_page_url_fragment("trajectories", run, where=where, sort="task")
     last = max(episode.step for episode in earlier_episodes)
     usual_now = {episode.task for episode in earlier_episodes if episode.step == last}
     usual_before = {episode.task for episode in earlier_episodes if episode.step < last}
-    texts = list(_describe_source_share_changes(now, earlier_episodes, source_sizes))
+    texts = list(_describe_source_share_changes(now, earlier_episodes, sources))
     if not _describe_task_range_shift(usual_now, usual_before):
         texts += filter(None, [_describe_task_range_shift(rewards.keys(), before.keys())])
     causes = [Finding(text, page) for text in texts]
@@ -253,19 +252,14 @@ def _average_reward_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, float
 
 
 def _describe_source_share_changes(
-    now: Iterable[BatchEpisode],
-    earlier_episodes: Iterable[BatchEpisode],
-    source_sizes: Sequence[int],
+    now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode], sources: TrainSources
 ) -> Iterator[str]:
-    """Describe changed shares of the training set's sources, each a range of its tasks."""
-    if len(source_sizes) < 2:
-        return
-    ends = list(accumulate(source_sizes))
+    """Describe changed shares of the training set's sources."""
     shares = []
     for episodes in (now, earlier_episodes):
-        counts = Counter(bisect_right(ends, episode.task) for episode in episodes)
+        counts = Counter(sources.find_index(episode.task) for episode in episodes)
         total = max(1, counts.total())
-        shares.append([counts[source] / total for source in range(len(ends))])
+        shares.append([counts[source] / total for source in range(len(sources.sizes))])
     changes = [
         (share - before, source) for source, (share, before) in enumerate(zip(*shares, strict=True))
     ]
