@@ -25,9 +25,32 @@ Argument: TypeAlias = tuple[list[str], dict[str, Any]]
 """Names of an argument, and argparse's options."""
 
 
+def parse_positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return int(text)
+
+
+def parse_step_range(text: str) -> tuple[int, int]:
+    """Return the first and last step of `10..20` or `10:20`, or of `10` alone."""
+    match = re.fullmatch(r"(\d+)(?:(?:\.\.|:)(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if first > last:
+        raise argparse.ArgumentTypeError(f"expected steps such as 10..12 or 10:12, got {text!r}")
+    return first, last
+
+
+METAVAR_BY_TYPE: dict[Any, str] = {
+    int: "N", parse_positive_int: "N", parse_step_range: "FIRST..LAST", Path: "FILE"
+}  # fmt: skip
+"""Names of options' values in the help, unless an option says another."""
+
+
 def argument(*names_and_help: str, **options: Any) -> Argument:
     """Describe an argument by its names and, last, its help; `options` are those of argparse."""
     *names, help_ = names_and_help
+    if names[0].startswith("-") and (metavar := METAVAR_BY_TYPE.get(options.get("type"))):
+        options = {"metavar": metavar, **options}
     return names, {**options, "help": help_}
 
 
@@ -55,7 +78,6 @@ SITE = argument(
     "--site",
     "site file: defaults for `cluster.*`; the recipe takes precedence",
     type=Path,
-    metavar="FILE",
 )
 FRESH = flag("--fresh", "move an existing run directory away and start over")
 
@@ -140,21 +162,6 @@ def parse_run_dir(path: Path) -> RunPaths:
             f"there is no run at {path}", hint=f"pass a directory that contains {RECIPE_FILE}"
         )
     return paths
-
-
-def parse_positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
-    return int(text)
-
-
-def parse_step_range(text: str) -> tuple[int, int]:
-    """Return the first and last step of `10..20` or `10:20`, or of `10` alone."""
-    match = re.fullmatch(r"(\d+)(?:(?:\.\.|:)(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if first > last:
-        raise argparse.ArgumentTypeError(f"expected steps such as 10..12 or 10:12, got {text!r}")
-    return first, last
 
 
 def parse_slurm_job_id(text: str) -> str:

@@ -32,7 +32,7 @@ commands = CommandTable()
     "try",
     RECIPE,
     OVERRIDES,
-    argument("-n", "--tasks", "tasks to play (%(default)s)", type=int, default=3, metavar="N"),
+    argument("-n", "--tasks", "tasks to play (%(default)s)", type=int, default=3),
     argument("--base-url", "a running SGLang generates the replies", metavar="URL"),
 )
 def _run_trial_episodes(arguments: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
         choices=("cuda", "cpu"),
         default="cuda",
     ),
-    argument("--json", "write the results there as well, for an issue", type=Path, metavar="FILE"),
+    argument("--json", "write the results there as well, for an issue", type=Path),
 )
 def _run_doctor_checks(arguments: argparse.Namespace) -> int:
     """Check a cluster, and a recipe, before submitting.
@@ -134,7 +134,7 @@ def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     "eval",
     argument("place", "a run directory, or a model's (Hugging Face format)", type=Path),
     OVERRIDES,
-    argument("--step", "step of the checkpoint (the newest); 0: the start", type=int, metavar="N"),
+    argument("--step", "step of the checkpoint (the newest); 0: the start", type=int),
     argument(
         "--set",
         "evaluation set (repeatable; default: all of the recipe)",
@@ -143,7 +143,7 @@ def _read_site(path: Path) -> tuple[SlurmConfig, Path | None]:
         default=[],
         metavar="NAME",
     ),
-    argument("--recipe", "the recipe by which a model is evaluated", type=Path, metavar="FILE"),
+    argument("--recipe", "the recipe by which a model is evaluated", type=Path),
     argument(
         "--compare",
         "compare with a step of the run, or with a file of results, by a paired test",

@@ -29,9 +29,7 @@ commands = CommandTable()
     RUN,
     [
         flag("--slow", "what the steps' time goes to, and which cell, tool or episode is to blame"),
-        argument(
-            "--step", "what differs at this step from the ten before it", type=int, metavar="N"
-        ),
+        argument("--step", "what differs at this step from the ten before it", type=int),
         flag("--collapse", "trends of entropy, lengths, repetition and distinct replies"),
         flag("--hacking", "evidence that the policy cheats its reward, and episodes to read"),
     ],
@@ -85,7 +83,7 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
 @commands.add(
     "view",
     PLACE,
-    argument("--port", "default: a free one, the same the next time", type=int),
+    argument("--port", "default: a free one, the same the next time", type=int, metavar="PORT"),
 )
 def _show_dashboard(arguments: argparse.Namespace) -> int:
     """Show runs in a browser: curves, conversations, tokens.
@@ -114,7 +112,6 @@ def _show_dashboard(arguments: argparse.Namespace) -> int:
         "--out",
         "a new file; default: the first run's name with -report.html or -bundle.tar.gz, here",
         type=Path,
-        metavar="FILE",
     ),
     flag("--bundle", "one run's records with digests of all: audit --bundle checks them anywhere"),
 )
@@ -153,19 +150,8 @@ def _write_report(arguments: argparse.Namespace) -> int:
 @commands.add(
     "trace",
     RUN,
-    argument(
-        "--steps",
-        "10..12 or 10:12, or one step",
-        type=parse_step_range,
-        required=True,
-        metavar="A..B",
-    ),
-    argument(
-        "--out",
-        "a new file; default: the run's name with -trace.json, here",
-        type=Path,
-        metavar="FILE",
-    ),
+    argument("--steps", "10..12 or 10:12, or one step", type=parse_step_range, required=True),
+    argument("--out", "a new file; default: the run's name with -trace.json, here", type=Path),
 )
 def _write_trace(arguments: argparse.Namespace) -> int:
     """Write the timeline of some steps for Perfetto.
@@ -236,12 +222,16 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     if not arguments.follow:
         sync()
         return 0
+    said = ""
     with catch_stop_signals() as stop:
         while True:
             try:
                 if sync():
                     return 0
+                said = ""
             except ClusterError as error:  # a collector may be away for a while
-                print(escape_controls(f"error: {error}"), file=sys.stderr, flush=True)
+                if said != str(error):
+                    said = str(error)
+                    print(escape_controls(f"error: {said}"), file=sys.stderr, flush=True)
             if stop.wait(FOLLOW_PERIOD_S):
                 return RunInterruptedError.exit_code

@@ -23,12 +23,7 @@ from areal_hpc.cli.arguments import (
     parse_run_dir,
     parse_step_range,
 )
-from areal_hpc.errors import (
-    ClusterError,
-    RecipeError,
-    RunInterruptedError,
-    SlurmTimeoutError,
-)
+from areal_hpc.errors import ClusterError, RecipeError, RunInterruptedError, SlurmTimeoutError
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 
 STOP_MARGIN_S = 10.0
@@ -313,7 +308,10 @@ def _quarantine_batch(arguments: argparse.Namespace) -> int:
     RUN,
     argument("--step", "step of the checkpoint (default: the newest)", type=int),
     argument(
-        "--out", "output directory (default: export/step_... in the run directory)", type=Path
+        "--out",
+        "output directory (default: export/step_... in the run directory)",
+        type=Path,
+        metavar="DIR",
     ),
 )
 def _export_model(arguments: argparse.Namespace) -> int:
@@ -368,10 +366,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 
 
 STEPS = argument(
-    "--steps",
-    "10..20 or 10:20, or one step; all recorded ones when absent",
-    type=parse_step_range,
-    metavar="FIRST..LAST",
+    "--steps", "10..20 or 10:20, or one step; all recorded ones when absent", type=parse_step_range
 )
 
 
@@ -423,7 +418,9 @@ def _rejudge_episodes(arguments: argparse.Namespace) -> int:
     argument(
         "--rewards", "train on rewards of areal-hpc rejudge", default="", metavar="MODULE:FUNCTION"
     ),
-    argument("--out", "directory to make; RUN.replay_FIRST_LAST when absent", type=Path),
+    argument(
+        "--out", "directory to make; RUN.replay_FIRST_LAST when absent", type=Path, metavar="DIR"
+    ),
     OVERRIDES,
 )
 def _replay_steps(arguments: argparse.Namespace) -> int:

@@ -96,10 +96,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc prefetch recipes/gpu64_math_qwen2.5_7b.yaml
     """
-    from areal_hpc.agents.harness.programs import (
-        install_harness,
-        list_recipe_harnesses,
-    )
+    from areal_hpc.agents.harness.programs import install_harness, list_recipe_harnesses
     from areal_hpc.launch.prefetch import prefetch_files
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.formatting import say
@@ -115,7 +112,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
 @commands.add(
     "install-harness",
     argument("names", "a harness, or all", nargs="+", metavar="NAME"),
-    argument("--dir", "their folder (.venvs/harnesses of the checkout)", type=Path),
+    argument("--dir", "their folder (.venvs/harnesses of the checkout)", type=Path, metavar="DIR"),
     argument(
         "--version",
         "another version than the lock's, or `newest`; untested, and its packages unpinned",
@@ -274,12 +271,7 @@ async def _count_unsound_tasks(rows: list[dict[str, Any]], arguments: argparse.N
         default=0.5,
         metavar="X",
     ),
-    argument(
-        "--cache",
-        "SQLite file in which grades are kept, as LlmJudge's `cache`",
-        type=Path,
-        metavar="FILE",
-    ),
+    argument("--cache", "SQLite file in which grades are kept, as LlmJudge's `cache`", type=Path),
 )
 def _check_judge(arguments: argparse.Namespace) -> int:
     """Compare a judging model's grades with labels of people.

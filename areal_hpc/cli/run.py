@@ -131,11 +131,7 @@ def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
 
 
 def _describe_local_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
-    from areal_hpc.launch.job_places import (
-        assign_gpus,
-        find_usable_gpus,
-        format_assignment,
-    )
+    from areal_hpc.launch.job_places import assign_gpus, find_usable_gpus, format_assignment
 
     try:
         visible = find_usable_gpus(recipe, os.environ)
@@ -328,13 +324,14 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
         metavar="DIR",
     ),
     argument("--host", "address to listen on (default: loopback only)", default="127.0.0.1"),
-    argument("--port", "port to listen on; 0 takes a free one", type=int, required=True),
+    argument(
+        "--port", "port to listen on; 0 takes a free one", type=int, required=True, metavar="PORT"
+    ),
     argument(
         "--admin-key-file",
         "file with the admin key that opens sessions (created with mode 0600 if missing)",
         type=Path,
         required=True,
-        metavar="FILE",
     ),
     argument("--tool-call-parser", "SGLang tool-call parser, for example qwen25", metavar="NAME"),
     argument("--reasoning-parser", "SGLang reasoning parser, for example qwen3", metavar="NAME"),
@@ -344,7 +341,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
         type=Path,
         metavar="DIR",
     ),
-    argument("--context-length", "maximum prompt plus reply, in tokens", type=int, metavar="N"),
+    argument("--context-length", "maximum prompt plus reply, in tokens", type=int),
     argument(
         "--serve-python",
         "Python environment with SGLang, for its parsers",
@@ -356,7 +353,6 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
         "seconds to wait for open calls at shutdown (%(default)s)",
         type=int,
         default=30,
-        metavar="S",
     ),
     argument(
         "--set",
