@@ -39,7 +39,6 @@ from areal_hpc.recipe.keys import (
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import MixtureSourceConfig
 from areal_hpc.recipe.sections.trainer import compute_learning_rate
 from areal_hpc.rollout.episodes.episode_spec import check_task_limits
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
@@ -51,11 +50,7 @@ from areal_hpc.rundir.files import (
     write_atomic_private,
 )
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
-from areal_hpc.rundir.lock import (
-    check_no_live_launcher,
-    claim_submission,
-    hold_lock,
-)
+from areal_hpc.rundir.lock import check_no_live_launcher, claim_submission, hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key, ensure_service_key
 from areal_hpc.slurm.commands import has_slurm
@@ -151,10 +146,7 @@ def prepare_run(
     """
     pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
-    problems = [
-        *known_problems,
-        *find_input_problems(recipe, pythons, folders),
-    ]
+    problems = [*known_problems, *find_input_problems(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # interpreters are inside the image
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
@@ -366,10 +358,6 @@ def _compare_with_launched_recipe(
     Values that may be secrets are compared, but hidden in the returned values.
     """
     trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
-    # A run of an older version has sources without the keys that this version adds.
-    defaults = MixtureSourceConfig.model_construct().model_dump(mode="json")
-    for source in (trees[0].get("train_dataset") or {}).get("sources", ()):
-        source.update(defaults | source)
     before, now = map(flatten_keys, trees)
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     shown_before, shown_now = map(flatten_keys_hiding_private_values, trees)

@@ -217,18 +217,6 @@ def test_sources_are_compared_key_by_key_and_their_secrets_are_not_told(tmp_path
         assert "sk-" not in f"{refused.value}{end.value}"
 
 
-def test_a_run_whose_sources_lack_keys_of_this_version_goes_on(tmp_path: Path) -> None:
-    recipe = load_mixture(tmp_path, {"path": "a"}, {"path": "b", "weight": 2})
-    paths = begin_run(recipe)
-    written = yaml.safe_load(paths.recipe.read_text())
-    for source in written["train_dataset"]["sources"]:
-        for key in ("name", "workflow", "workflow_kwargs", "objective"):
-            del source[key]
-    paths.recipe.write_text(yaml.safe_dump(written))
-    check_recipe_changes(recipe, paths, pytest.fail)
-    check_finished_recipe(recipe, paths)
-
-
 def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
     def load(secret: str) -> EvaluationTarget:
         overrides = [f"cluster.fileroot={tmp_path}", f"evaluation.workflow_kwargs.token={secret}"]
