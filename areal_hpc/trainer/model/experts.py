@@ -42,11 +42,11 @@ class ExpertOrder:
 
     def spread(self, tokens_TH: torch.Tensor) -> torch.Tensor:
         """Copy each token's states once for each of its experts [R, H]."""
-        return _SpreadTokens.apply(tokens_TH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
+        return _MovedStates.apply(tokens_TH, self.visits_R, self.rows_TK, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def sum_rows_per_token(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's rows [T, H]."""
-        return _CollectTokens.apply(rows_RH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
+        return _MovedStates.apply(rows_RH, self.visits_R, self.rows_TK, True)  # type: ignore[no-any-return, no-untyped-call]
 
     def pick_weights(self, weights_TE: torch.Tensor) -> torch.Tensor:
         """Return the weight of each row, from the weights of all experts for each token [R]."""
@@ -66,40 +66,30 @@ def plan_expert_order(is_visited_TE: torch.Tensor, per_token: int) -> ExpertOrde
     return ExpertOrder(visits_R, rows_R.view_as(experts_TK), experts_TK)
 
 
-class _SpreadTokens(torch.autograd.Function):
+class _MovedStates(torch.autograd.Function):
+    """States of tokens copied to their rows, or `sums` of rows: each is the other's gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, tokens_TH: torch.Tensor, visits_R: torch.Tensor, rows_TK: torch.Tensor
+        ctx: Any, states: torch.Tensor, visits_R: torch.Tensor, rows_TK: torch.Tensor, sums: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows_TK)
-        return tokens_TH.index_select(0, visits_R // rows_TK.shape[1])
+        ctx.save_for_backward(visits_R, rows_TK)
+        ctx.sums = sums
+        return _move_states(states, visits_R, rows_TK, sums)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (rows_TK,) = ctx.saved_tensors
-        return _sum_rows_of_each_token(gradient_RH, rows_TK), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _move_states(gradient, *ctx.saved_tensors, not ctx.sums), None, None, None
 
 
-class _CollectTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_RH: torch.Tensor, visits_R: torch.Tensor, rows_TK: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(visits_R)
-        ctx.per_token = rows_TK.shape[1]
-        return _sum_rows_of_each_token(rows_RH, rows_TK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (visits_R,) = ctx.saved_tensors
-        return gradient_TH.index_select(0, visits_R // ctx.per_token), None, None
-
-
-def _sum_rows_of_each_token(rows_RH: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
-    visits_RH = rows_RH.index_select(0, rows_TK.flatten())
-    return visits_RH.view(*rows_TK.shape, rows_RH.shape[1]).sum(1)
+def _move_states(
+    states: torch.Tensor, visits_R: torch.Tensor, rows_TK: torch.Tensor, sums: bool
+) -> torch.Tensor:
+    if not sums:
+        return states.index_select(0, visits_R // rows_TK.shape[1])
+    visits_RH = states.index_select(0, rows_TK.flatten())
+    return visits_RH.view(*rows_TK.shape, states.shape[1]).sum(1)
 
 
 class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
