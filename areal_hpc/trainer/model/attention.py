@@ -62,7 +62,12 @@ class VarlenAttention:
         Only the fused kernel has a `window`: the number of last keys, including the query's own.
         """
         if can_use_flash(query):
-            return self.attend_fused(query, *self._pick_keys(key, value), scale, window)
+            # One call for all segments: its mask and its window are aligned at the end, as theirs.
+            key, value = self._pick_keys(key, value)
+            return run_flash_attention(
+                query, key, value, self.query_starts, self.key_starts,
+                max(self.query_lengths), max(self.key_lengths), scale, window,
+            )  # fmt: skip
         assert window is None
         return self.attend_per_segment(query, key, value, scale)
 
@@ -89,23 +94,6 @@ class VarlenAttention:
         attended = [attend_segment(*part) for part in parts]
         whole = attended[0] if len(attended) == 1 else torch.cat(attended, 2)
         return whole[0].transpose(0, 1)
-
-    def attend_fused(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Attend in one call of FlashAttention for all segments; `key_indices` selects the keys.
-
-        Its causal mask and its window are aligned at the end, as segments require.
-        """
-        return run_flash_attention(
-            query, key, value, self.query_starts, self.key_starts,
-            max(self.query_lengths), max(self.key_lengths), scale, window,
-        )  # fmt: skip
 
     def attend_per_segment(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
