@@ -171,15 +171,10 @@ class RankState:
             shard.step.fill_(steps)
 
     def _choose_source_column(self, column: Column, stored_tensors: StoredTensors) -> Column:
-        if (
-            column == "weight"
-            and "master" not in self.types
-            and stored_tensors.has_column("master")
-        ):
+        has_masters = stored_tensors.has_master_weights
+        if column == "weight" and has_masters and "master" not in self.types:
             return "master"
-        if column == "master" and not stored_tensors.has_column("master"):
-            return "weight"
-        return column
+        return "weight" if column == "master" and not has_masters else column
 
 
 def load_checkpoint_into(

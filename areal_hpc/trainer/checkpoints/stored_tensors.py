@@ -119,19 +119,6 @@ def intersect_boxes(first: Box, second: Box) -> Box | None:
     return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
-def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    lengths = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
-    return tuple(reversed(list(lengths)))[-len(shape) :] if shape else ()
-
-
-def compute_flat_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """Return a block's start in the flattened tensor, and the length up to its last number."""
-    strides = compute_strides(shape)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    last = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
-    return first, last + 1
-
-
 class RankFileReader:
     """Reader of one rank's file in a complete checkpoint.
 
@@ -226,8 +213,9 @@ class StoredTensors:
     def weight_dtype(self) -> torch.dtype:
         return TORCH_DTYPE_BY_NUMBER_TYPE[self._index.columns["weight"]]
 
-    def has_column(self, column: Column) -> bool:
-        return column in self._index.columns
+    @property
+    def has_master_weights(self) -> bool:
+        return "master" in self._index.columns
 
     def find_shape(self, tensor_name: str) -> tuple[int, ...]:
         """Return the shape of a tensor; () if it does not exist."""
@@ -245,12 +233,15 @@ class StoredTensors:
                 target[target_box.slices].copy_(self._read_part_of_piece(column, piece, piece_box))
 
     def _read_part_of_piece(self, column: Column, piece: TensorPiece, box: Box) -> torch.Tensor:
-        first, count = compute_flat_extent(piece.sizes, box)
+        # A view without memory knows where the block lies in the flattened piece.
+        view = torch.empty(piece.sizes, device="meta")[box.slices]
+        first, strides = piece.first + int(view.storage_offset()), view.stride()
+        count = 1 + sum((size - 1) * step for size, step in zip(box.sizes, strides, strict=True))
         type_ = self._index.columns[column]
-        offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
+        offset_bytes = self._index.compute_offset_bytes(piece.rank, column, first)
         data = self._open_file(piece.rank).read(offset_bytes, count * BYTES_BY_NUMBER_TYPE[type_])
         flat = torch.frombuffer(data, dtype=TORCH_DTYPE_BY_NUMBER_TYPE[type_])
-        return flat.as_strided(box.sizes, compute_strides(piece.sizes))
+        return flat.as_strided(box.sizes, strides)
 
     def _open_file(self, rank: int) -> RankFileReader:
         if rank not in self._readers:
