@@ -193,6 +193,7 @@ def build_pack(
     starts_and_routes = [*zip(starts.tolist(), (row.routes_TLK for row in rows), strict=False)]
     routes_TLK = lay_out_routes(starts_and_routes, total)
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
+    label_positions_N = predicted_N - starts[rows_N]
     return Pack(
         padded_lengths=lengths,
         input_ids_T=ids_T[own],
@@ -200,26 +201,25 @@ def build_pack(
         logit_indices_N=logit_indices_N,
         labels_N=ids_T[predicted_N],
         rows_N=rows_N,
-        label_positions_N=predicted_N - starts[rows_N],
+        label_positions_N=label_positions_N,
         channels_N={name: value[predicted_N] for name, value in values.items()},
-        sampling_mask_N=_gather_sampling_mask_of_predicted(rows, starts, predicted_N),
+        sampling_mask_N=_gather_sampling_mask_of_predicted(rows, rows_N, label_positions_N),
         routes_TLK=None if routes_TLK is None else routes_TLK[own],
     )
 
 
 def _gather_sampling_mask_of_predicted(
-    rows: Sequence[TrainingRow], starts: IntArray, predicted_N: IntArray
+    rows: Sequence[TrainingRow], rows_N: IntArray, label_positions_N: IntArray
 ) -> SamplingMask | None:
     if all(row.sampling_mask is None for row in rows):
         return None
-    row_N = np.searchsorted(starts, predicted_N, side="right") - 1
-    counts_N, ids = np.zeros(len(predicted_N), np.uint16), [np.empty(0, np.int32)]
-    forbids_N = np.zeros(len(predicted_N), np.bool_)
+    counts_N, ids = np.zeros(len(rows_N), np.uint16), [np.empty(0, np.int32)]
+    forbids_N = np.zeros(len(rows_N), np.bool_)
     for number, row in enumerate(rows):
         if (mask := row.sampling_mask) is None:
             continue
-        own_N = row_N == number
-        positions = predicted_N[own_N] - starts[number]  # ascending, also under context parallelism
+        own_N = rows_N == number
+        positions = label_positions_N[own_N]  # ascending, also under context parallelism
         counts_N[own_N] = mask.counts_T[positions]
         if mask.forbids_T is not None:
             forbids_N[own_N] = mask.forbids_T[positions]

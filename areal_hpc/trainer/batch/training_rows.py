@@ -20,6 +20,8 @@ from areal_hpc.trainer.batch.untrained import (
 )
 from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
 from areal_hpc.trainer.objective.advantages import (
+    FloatRows,
+    MaskRows,
     compute_advantages,
     compute_reply_earnings,
     estimate_advantages,
@@ -36,32 +38,28 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute
 class BatchScores:
     """Per-row scores of a batch's tokens; 0 for tokens that the loss ignores."""
 
-    start_policy_logprobs: Sequence[npt.NDArray[np.float32]] | None = None
+    start_policy_logprobs: FloatRows | None = None
     """Log-probabilities under the weights at the start of the step."""
-    reference: Sequence[npt.NDArray[np.float32]] | None = None
-    teacher: Sequence[npt.NDArray[np.float32]] | None = None
-    values: Sequence[npt.NDArray[np.float32]] | None = None
+    reference: FloatRows | None = None
+    teacher: FloatRows | None = None
+    values: FloatRows | None = None
     """Critic's values of the state before each token."""
 
     @property
-    def policy_minus_reference_logprobs(self) -> list[npt.NDArray[np.float32]] | None:
+    def policy_minus_reference_logprobs(self) -> FloatRows | None:
         """Log pi - log reference at each token."""
-        if self.start_policy_logprobs is None or self.reference is None:
-            return None
-        return [
-            policy_T - base_T
-            for policy_T, base_T in zip(self.start_policy_logprobs, self.reference, strict=True)
-        ]
+        return _subtract_rows(self.start_policy_logprobs, self.reference)
 
     @property
-    def teacher_minus_policy_logprobs(self) -> list[npt.NDArray[np.float32]] | None:
+    def teacher_minus_policy_logprobs(self) -> FloatRows | None:
         """Log teacher - log pi at each token."""
-        if self.start_policy_logprobs is None or self.teacher is None:
-            return None
-        return [
-            teacher_T - policy_T
-            for policy_T, teacher_T in zip(self.start_policy_logprobs, self.teacher, strict=True)
-        ]
+        return _subtract_rows(self.teacher, self.start_policy_logprobs)
+
+
+def _subtract_rows(rows: FloatRows | None, subtracted: FloatRows | None) -> FloatRows | None:
+    if rows is None or subtracted is None:
+        return None
+    return [row_T - other_T for row_T, other_T in zip(rows, subtracted, strict=True)]
 
 
 NO_SCORES = BatchScores()
@@ -214,10 +212,8 @@ def build_rows(
 
 
 def _weigh_observed_tokens(
-    batch: Sequence[TrajectoryRow],
-    masks: Sequence[npt.NDArray[np.uint8]],
-    objective: ObjectiveConfig,
-) -> list[npt.NDArray[np.float32]] | None:
+    batch: Sequence[TrajectoryRow], masks: MaskRows, objective: ObjectiveConfig
+) -> FloatRows | None:
     """Return the weight of each token's cross-entropy (ECHO, arXiv:2605.24517); None without any.
 
     The loss is a mean over the tokens of `masks`, the cross-entropy one over the observed tokens.
@@ -245,9 +241,7 @@ def find_observed_tokens(row: TrajectoryRow) -> npt.NDArray[np.bool_]:
     return is_observed_T
 
 
-def _build_masks(
-    batch: Sequence[TrajectoryRow], objective: ObjectiveConfig
-) -> list[npt.NDArray[np.uint8]]:
+def _build_masks(batch: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> MaskRows:
     masks = [
         build_loss_mask_without_cut_replies(row) if objective.overlong.mask else row.loss_mask_T
         for row in batch
@@ -267,15 +261,13 @@ def _build_temperatures(
     ]
 
 
-def _get_kl_taken_off_rewards(
-    objective: ObjectiveConfig, scores: BatchScores
-) -> list[npt.NDArray[np.float32]] | None:
+def _get_kl_taken_off_rewards(objective: ObjectiveConfig, scores: BatchScores) -> FloatRows | None:
     return scores.policy_minus_reference_logprobs if objective.kl.placement == "reward" else None
 
 
 def _compute_baseline_advantages(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores
-) -> list[npt.NDArray[np.float32]]:
+) -> FloatRows:
     credit = compute_reply_earnings(batch, objective, _get_kl_taken_off_rewards(objective, scores))
     advantages_K = compute_advantages(credit, objective)
     advantages = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
@@ -287,10 +279,10 @@ def _compute_baseline_advantages(
 
 def _compute_critic_advantages(
     batch: Sequence[TrajectoryRow],
-    masks: Sequence[npt.NDArray[np.uint8]],
+    masks: MaskRows,
     objective: ObjectiveConfig,
     scores: BatchScores,
-) -> tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.float32]]]:
+) -> tuple[FloatRows, FloatRows]:
     advantages, returns = (
         [np.zeros(row.num_tokens, dtype=np.float32) for row in batch] for _ in range(2)
     )
