@@ -21,59 +21,35 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.reward.judge_check import measure_agreement
-from areal_hpc.rollout.execution.process_pool import ProcessPool
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rejudged_rewards import RejudgedEpisode, read_rejudged_episodes
 from areal_hpc.rundir.run_inputs import TaskSet
-from areal_hpc.session.credit import parse_reward
-from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.batch_episodes import read_ticket_episodes
 from areal_hpc.view.formatting import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.transcripts.messages import Message, extract_text, get_messages, locate_calls
 from areal_hpc.wire.trajectory import TrajectoryRow
 
-MAX_CONCURRENT_CALLS = 32
-"""Limit on calls of an asynchronous function; a blocking one runs in one process per core."""
 MAX_SHOWN_CHANGES = 10
 
 
-class RewardCaller:
-    """Caller of a reward function, a blocking one in processes with the run's isolation."""
-
-    def __init__(self, function: Callable[..., Any], timeout_s: float, isolation: str) -> None:
-        self._function, self._timeout_s = function, timeout_s
-        self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-        self._signature = inspect.signature(function)
-        environ = {**os.environ, ISOLATION_VARIABLE: isolation}
-        self._pool = ProcessPool(os.cpu_count() or 1, environ)
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-
-    def bind_arguments(
-        self, task: dict[str, Any], conversation: list[Message]
-    ) -> inspect.BoundArguments:
-        options = {name: value for name, value in task.items() if name != "messages"}
-        if "conversation" in self._signature.parameters:
-            options["conversation"] = conversation
-        prompt = task.get("messages", conversation[:-1])
-        text = extract_text(conversation[-1].get("content"))
-        try:
-            return self._signature.bind(prompt, text, None, None, **options)
-        except TypeError as error:
-            raise RecipeError(
-                f"the function cannot be called for this task: {error}",
-                key="--reward",
-                hint="take (prompt, completions, prompt_ids, completion_ids, **task)",
-            ) from error
-
-    async def call(self, arguments: inspect.BoundArguments) -> float:
-        if self._is_async:
-            async with self._slots, asyncio.timeout(self._timeout_s):
-                returned = await self._function(*arguments.args, **arguments.kwargs)
-        else:
-            async with self._pool.acquire() as process, asyncio.timeout(self._timeout_s):
-                returned = await process.call(self._function, *arguments.args, **arguments.kwargs)
-        return parse_reward(returned).value
+def bind_arguments(
+    signature: inspect.Signature, task: dict[str, Any], conversation: list[Message]
+) -> inspect.BoundArguments:
+    options = {name: value for name, value in task.items() if name != "messages"}
+    if "conversation" in signature.parameters:
+        options["conversation"] = conversation
+    prompt = task.get("messages", conversation[:-1])
+    text = extract_text(conversation[-1].get("content"))
+    try:
+        return signature.bind(prompt, text, None, None, **options)
+    except TypeError as error:
+        raise RecipeError(
+            f"the function cannot be called for this task: {error}",
+            key="--reward",
+            hint="take (prompt, completions, prompt_ids, completion_ids, **task)",
+        ) from error
 
 
 async def rejudge_steps(
@@ -93,7 +69,11 @@ async def rejudge_steps(
         RecipeError: The function is not there, or none of the episodes can be judged by it.
     """
     function, recipe = load_user_function(function_path, "--reward"), load_recipe(run.recipe)
-    caller = RewardCaller(function, timeout_s, recipe.reward.isolation)
+    environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
+    ask = AsyncRewardWrapper(
+        function, timeout_s, max_retries=1, timeout_reward=None, environ=environ
+    )
+    signature = inspect.signature(function)
     known = read_rejudged_episodes(run, function_path)
     tasks = TaskSet.read(run.dataset("train"))
     file = run.rejudged_rewards(function_path)
@@ -106,8 +86,8 @@ async def rejudge_steps(
         task_index = rows[0].record.task_index
         try:
             task = tasks[task_index] if task_index >= 0 else {}  # else the agent brought its own
-            arguments = caller.bind_arguments(task, find_conversation(rows))
-            judged = replace(unjudged, reward=await caller.call(arguments))
+            bound = bind_arguments(signature, task, find_conversation(rows))
+            judged = replace(unjudged, reward=await ask(*bound.args, **bound.kwargs))
         except Exception as error:  # boundary: the user's function; the line says its error
             if isinstance(error, RecipeError):
                 refusals.append(error)
@@ -119,7 +99,7 @@ async def rejudge_steps(
     for step in steps:
         chosen = [
             (unjudged, rows)
-            for unjudged, rows in read_episodes(run, step)
+            for unjudged, rows in list_unjudged_episodes(run, step)
             if not only_failed or unjudged.old_reward <= 0
         ]
         episodes += await asyncio.gather(*starmap(judge, chosen))
@@ -129,34 +109,23 @@ async def rejudge_steps(
     return episodes
 
 
-def read_episodes(
+def list_unjudged_episodes(
     run: RunPaths, step: int
 ) -> Iterator[tuple[RejudgedEpisode, list[TrajectoryRow]]]:
-    """Read the episodes of a batch, without a new reward, and their rows.
-
-    Raises:
-        ShardError: A file of the batch is gone or damaged.
-    """
-    tickets = read_manifest(run, step).tickets
-    readers = {name: ShardReader(run.shards_dir / name) for name in {t.shard for t in tickets}}
-    for ticket in tickets:
-        stored = readers[ticket.shard].read_rows(ticket.rows)
-        rewards = dict(zip(ticket.rows, ticket.rewards, strict=True))
-        rows_of: dict[int, dict[int, TrajectoryRow]] = {}
-        for number, row in zip(ticket.rows, stored, strict=True):
-            rows_of.setdefault(row.episode, {})[number] = row
-        for episode, rows in rows_of.items():
-            numbers, rows_of_episode = [*rows], [*rows.values()]
+    """Read the episodes of a batch, without a new reward, and their rows."""
+    for ticket, episodes in read_ticket_episodes(run, step):
+        for rows_by_number in episodes:
+            rows = [*rows_by_number.values()]
             unjudged = RejudgedEpisode(
                 step=step,
                 ticket_id=ticket.ref.ticket_id,
-                episode=episode,
-                session_id=rows_of_episode[0].record.session_id,
+                episode=rows[0].episode,
+                session_id=rows[0].record.session_id,
                 shard=ticket.shard,
-                rows=numbers,
-                old_reward=rewards[numbers[0]],
+                rows=[*rows_by_number],
+                old_reward=rows[0].reward,
             )
-            yield unjudged, rows_of_episode
+            yield unjudged, rows
 
 
 def find_conversation(rows: Sequence[TrajectoryRow]) -> list[Message]:

@@ -51,7 +51,7 @@ class LeasedTickets:
     """
 
     def __init__(self, episode_slots: int, episodes_per_ticket: int) -> None:
-        self._slots = max(episode_slots, episodes_per_ticket)
+        self.slots = max(episode_slots, episodes_per_ticket)
         self._episodes_per_ticket = episodes_per_ticket
         self.changed = asyncio.Event()
         """Event that is set when a ticket ends, or slots for a further one are free."""
@@ -63,22 +63,14 @@ class LeasedTickets:
     def open_episodes(self) -> int:
         return sum(self._open_episodes.values())
 
-    @property
-    def slots(self) -> int:
-        return self._slots
-
     def set_slots(self, slots: int) -> None:
         """Change the number of slots; if it is less than the open episodes, these go on."""
-        self._slots = max(slots, self._episodes_per_ticket)
+        self.slots = max(slots, self._episodes_per_ticket)
         self._announce_free_slots()
 
     @property
     def free_episode_slots(self) -> int:
-        return max(0, self._slots - self.open_episodes)
-
-    @property
-    def has_no_open_episodes(self) -> bool:
-        return not any(self._open_episodes.values())
+        return max(0, self.slots - self.open_episodes)
 
     @property
     def ended_episodes_of_open_tickets(self) -> int:
@@ -198,10 +190,10 @@ class Driver:
             await asyncio.sleep(ENGINE_LOAD_PERIOD_S)
 
     def is_idle_without_ledger(self, for_s: float) -> bool:
-        return self.tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
+        return not self.tickets.open_episodes and self._ledger.silent_s >= for_s
 
     def _record_activity(self) -> None:
-        if not self.tickets.has_no_open_episodes:
+        if self.tickets.open_episodes:
             record_state_entry("episodes")
         else:
             record_state_entry("idle" if self._player.gate.is_open else "no replica")

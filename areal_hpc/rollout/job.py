@@ -67,9 +67,7 @@ def build_source_agents(recipe: Recipe) -> list[Agent | None]:
 
 
 async def _drive_cell(
-    job: RolloutJobConfig,
-    agents: dict[str, Agent | None],
-    source_agents: list[Agent | None],
+    job: RolloutJobConfig, agents: dict[str, Agent | None], source_agents: list[Agent | None]
 ) -> None:
     paths, recipe, rollout = RunPaths(job.run_dir), job.recipe, job.recipe.rollout
     # Not before the loop runs: uvloop takes the signal wake-up descriptor when it starts.

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -108,6 +108,26 @@ def _read_episodes(
                 row=episode_rows[0],
                 record=merge_rows_into_episode([records[row] for row in episode_rows]),
             )
+
+
+def read_ticket_episodes(
+    paths: RunPaths, step: int, *, with_messages: bool = True
+) -> Iterator[tuple[SealedTicket, list[dict[int, TrajectoryRow]]]]:
+    """Read the tickets of a batch, and of each episode its rows by their number in the shard.
+
+    Rows have the rewards of the manifest.
+
+    Raises:
+        ShardError: A file of the batch is gone or damaged.
+    """
+    tickets = read_manifest(paths, step).tickets
+    readers = {name: ShardReader(paths.shards_dir / name) for name in {t.shard for t in tickets}}
+    for ticket in tickets:
+        rows = readers[ticket.shard].read_rows(ticket.rows, with_messages=with_messages)
+        episodes: dict[int, dict[int, TrajectoryRow]] = {}
+        for number, row, reward in zip(ticket.rows, rows, ticket.rewards, strict=True):
+            episodes.setdefault(row.episode, {})[number] = replace(row, reward=reward)
+        yield ticket, [*episodes.values()]
 
 
 def sum_batch_waits(

@@ -20,11 +20,7 @@ from areal_hpc.evaluation.set_metrics import (
 )
 from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_paired
 from areal_hpc.rundir.files import write_atomic
-from areal_hpc.rundir.manifests import (
-    EvaluationResult,
-    read_json_file,
-    read_kept_evaluation,
-)
+from areal_hpc.rundir.manifests import EvaluationResult, read_json_file, read_kept_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.formatting import format_table
 

@@ -15,7 +15,7 @@ from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import read_annotations
-from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.batch_episodes import read_ticket_episodes
 from areal_hpc.view.formatting import format_table
 
 
@@ -61,24 +61,26 @@ def read_group_rewards(run: RunPaths, replay: RunPaths, step: int) -> list[Group
         for row in (annotations.rows if annotations else [])
         if row.logprobs
     }
+    reward_of = {
+        (ticket.shard, row): reward
+        for ticket in read_manifest(run, step).tickets
+        for row, reward in zip(ticket.rows, ticket.rewards, strict=True)
+    }
     groups = []
-    tickets, new_tickets = (read_manifest(paths, step).tickets for paths in (run, replay))
-    readers = {name: ShardReader(run.shards_dir / name) for name in {t.shard for t in tickets}}
-    for ticket, new_ticket in zip(tickets, new_tickets, strict=True):
-        if not {(ticket.shard, row) for row in ticket.rows} <= logprobs_of.keys():
+    for ticket, episodes in read_ticket_episodes(replay, step, with_messages=False):
+        shard = ticket.shard
+        if not {(shard, row) for row in ticket.rows} <= logprobs_of.keys():
             continue
-        log_ratios: dict[int, float] = {}
-        reward_of: dict[int, float] = {}
-        rows = readers[ticket.shard].read_rows(ticket.rows, with_messages=False)
-        for number, row, reward in zip(ticket.rows, rows, new_ticket.rewards, strict=True):
-            differences = logprobs_of[ticket.shard, number] - row.logprobs_T[row.loss_mask_T == 1]
-            log_ratio = float(np.nansum(differences))  # NaN: the loss did not see the token
-            log_ratios[row.episode] = log_ratios.get(row.episode, 0.0) + log_ratio
-            reward_of[row.episode] = reward
-        logs_E, rewards_E = np.array([*log_ratios.values()]), np.array([*reward_of.values()])
+        logs_E = np.zeros(len(episodes))
+        for index, rows in enumerate(episodes):
+            for number, row in rows.items():
+                ratios = logprobs_of[shard, number] - row.logprobs_T[row.loss_mask_T == 1]
+                logs_E[index] += np.nansum(ratios)  # NaN: the loss did not see the token
+        recorded_E = [reward_of[shard, next(iter(rows))] for rows in episodes]
+        rewards_E = np.array([next(iter(rows.values())).reward for rows in episodes])
         weights_E = np.exp(logs_E - logs_E.max())
         weights_E /= weights_E.sum()
         share = 1 / float((weights_E**2).sum()) / len(weights_E)
         replayed = float(weights_E @ rewards_E)
-        groups.append(GroupRewards(fmean(ticket.rewards), float(rewards_E.mean()), replayed, share))
+        groups.append(GroupRewards(fmean(recorded_E), float(rewards_E.mean()), replayed, share))
     return groups

@@ -67,17 +67,11 @@ class ReplicaGate:
 
     def __init__(self, proxy: AsyncServiceClient) -> None:
         self._proxy = proxy
-        self._opened = asyncio.Event()
+        self.opened = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
-        return self._opened.is_set()
-
-    def close(self) -> None:
-        self._opened.clear()
-
-    async def wait_for_replica(self) -> None:
-        await self._opened.wait()
+        return self.opened.is_set()
 
     async def run(self, on_open: Callable[[], None]) -> None:
         """Poll the proxy while the gate is closed, until cancelled."""
@@ -85,7 +79,7 @@ class ReplicaGate:
             if not self.is_open:
                 health = await self._proxy.call_repeatedly("/healthz", None, ProxyHealth)
                 if health.replicas_serving:
-                    self._opened.set()
+                    self.opened.set()
                     on_open()
             await asyncio.sleep(CLOSED_GATE_POLL_S)
 
@@ -195,7 +189,7 @@ class GroupPlayer:
         failures, short_since_s = 0, float("inf")
         try:
             while True:
-                await self.gate.wait_for_replica()
+                await self.gate.opened.wait()
                 spec = self._build_episode_spec(grant, set_name, episode, failures)
                 outcome = await self._play_once(grant, set_name, spec)
                 if outcome.is_node_short:
@@ -211,7 +205,7 @@ class GroupPlayer:
                 if outcome.status == "ok" or outcome.has_failure_reward:
                     return outcome
                 if outcome.status == "unserved":
-                    self.gate.close()
+                    self.gate.opened.clear()
                 if outcome.status not in AGENT_FAULT_EPISODE_STATUSES or outcome.error is None:
                     await asyncio.sleep(RETRY_BACKOFF.min_s)
                     continue

@@ -34,10 +34,8 @@ agent = load_agent_pickle(__file__)
 
 def get_import_path(function_or_class: object) -> str | None:
     """Return the dotted path by which other processes can import this; None if they cannot."""
-    module, name = (
-        getattr(function_or_class, "__module__", None),
-        getattr(function_or_class, "__qualname__", None),
-    )
+    module = getattr(function_or_class, "__module__", None)
+    name = getattr(function_or_class, "__qualname__", None)
     if not module or not name or module == "__main__" or "." in name:
         return None
     try:

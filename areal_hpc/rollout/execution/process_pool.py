@@ -240,10 +240,8 @@ def _decode_tagged_builtins(data: Any) -> Any:
 
 
 def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
-    name, problems = (
-        str(error_fields["name"]),
-        [Problem(*map(str, fields)) for fields in error_fields["problems"]],
-    )
+    name = str(error_fields["name"])
+    problems = [Problem(*map(str, fields)) for fields in error_fields["problems"]]
     first = problems[0]
     if shortage := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
         return NodeResourceShortageError(f"{shortage}: {first.message}", hint=SHORTAGE_HINT)

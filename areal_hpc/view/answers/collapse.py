@@ -199,12 +199,7 @@ def _list_shown_trends(
 
 
 def _describe_trend(
-    run: str,
-    name: str,
-    trend: Trend,
-    rows: Sequence[MetricRow],
-    window: int,
-    meaning: str | None,
+    run: str, name: str, trend: Trend, rows: Sequence[MetricRow], window: int, meaning: str | None
 ) -> Finding:
     ends = trend.start_mean, trend.end_mean
     if name == DISTINCT_REPLIES_NAME:

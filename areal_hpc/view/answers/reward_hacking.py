@@ -4,11 +4,7 @@ from collections import Counter
 
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.alerts import ALERT_WINDOW_ROWS
-from areal_hpc.metrics.reward_hacking import (
-    FACT_METRICS,
-    MIN_WATCHED_STEPS,
-    find_hacking_evidence,
-)
+from areal_hpc.metrics.reward_hacking import FACT_METRICS, MIN_WATCHED_STEPS, find_hacking_evidence
 from areal_hpc.metrics.step_metrics import read_metrics, select_trained_rows
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.batch_metrics import get_row_answer, summarize_episodes

@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.step_line import MetricRow
-from areal_hpc.metrics.step_metrics import (
-    read_metrics,
-    select_paced_rows,
-    sum_times_by_activity,
-)
+from areal_hpc.metrics.step_metrics import read_metrics, select_paced_rows, sum_times_by_activity
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_inputs import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events

@@ -74,6 +74,13 @@ def test_a_hanging_reward_is_killed_and_counts_zero(caplog: pytest.LogCaptureFix
     assert multiprocessing.active_children() == before
 
 
+@pytest.mark.parametrize("function", [time.sleep, asyncio.sleep])
+def test_a_late_reward_may_be_an_error(function: Callable[..., Any]) -> None:
+    options = {"timeout_seconds": 0.5, "max_retries": 1, "timeout_reward": None}
+    with pytest.raises(TimeoutError):
+        reward(function, 600, options=options)
+
+
 def test_a_reward_that_raises_is_tried_again(tmp_path: Path) -> None:
     assert reward(functions.raises, str(tmp_path / "a"), 2) == 0.5
     with pytest.raises(ValueError, match="not yet"):
