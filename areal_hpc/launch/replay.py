@@ -197,6 +197,7 @@ class RecordedStepsReplay:
             first_step=self.start.step + 1,
             last_step=last_step,
             forks=[(fork.generation, fork.base_step) for fork in self.start.forks],
+            first_changed_step=self._first_step if self._is_changed else None,
         )
         process = config.build_process_spec(job_name, ends_job=True, uses_gpus=True)
         job = build_rank_job(job_name, recipe, [process])
@@ -336,8 +337,4 @@ def _refuse_unusable_output_dir(
                 f"{output_run.root} is a replay with former rewards of {request['rewards']}, and "
                 "episodes have been judged again since"
             )
-        raise RecipeError(
-            message,
-            key="--out",
-            hint="choose a directory that does not exist",
-        )
+        raise RecipeError(message, key="--out", hint="choose a directory that does not exist")

@@ -111,6 +111,8 @@ class ReplayJobConfig(RankJobConfig):
     """Last step; the replay saves it."""
     forks: list[tuple[int, int]]
     """Each generation of the recorded run and its first step; the replay uses the last one."""
+    first_changed_step: int | None = None
+    """First step that learns something else than the recorded one; None if none does."""
 
 
 class SftJobConfig(RankJobConfig):

@@ -17,12 +17,7 @@ from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
-from areal_hpc.rundir.checkpoints import (
-    RewardRange,
-    TrainerState,
-    UntrainedBatchPart,
-    digest_base,
-)
+from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedBatchPart, digest_base
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.manifests import record_quarantine
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -92,7 +87,8 @@ class Learner:
     """Policy in training: its weights at the run's latest checkpoint, or some steps after it.
 
     `model_path` has the weights before the first checkpoint, and the files that exports copy. The
-    best checkpoint by `keep_best`, the metric of `evaluation.keep_best`, is never deleted.
+    best checkpoint by `keep_best`, the metric of `evaluation.keep_best`, is never deleted. A replay
+    may learn something else from `last_recorded_step` on: it begins with weights of the engine.
     """
 
     def __init__(
@@ -109,6 +105,7 @@ class Learner:
         keep_best: str = "",
         sources: TrainSources = NO_SOURCES,
         source_objectives: Sequence[ObjectiveConfig] = (),
+        last_recorded_step: float = math.inf,
     ) -> None:
         custom_loss = load_custom_loss(config.objective)  # may fail: comes before slow work
         arch, base = read_architecture(model_path, config.lora), ""
@@ -123,7 +120,7 @@ class Learner:
         self._objectives = SourceObjectives(sources, source_objectives or [config.objective])
         self._paths = paths
         self._shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
-        self._check_generation = check_generation
+        self._check_generation, self._last_recorded_step = check_generation, last_recorded_step
         self._model_path = model_path
         self._events = EventLog(paths.events, "trainer")
         self._annotator = StepAnnotator(config, paths)
@@ -208,6 +205,9 @@ class Learner:
                 scores = self._score_batch(manifest.step, batch)
         with timer.time_phase("pack"):
             rows = self._objectives.build_rows(batch, self.version, self.state.forks, scores)
+            if manifest.step > self._last_recorded_step:  # the engine never had these weights
+                for row in rows:
+                    row.channels[Channel.CURRENT_WEIGHTS][:] = 0
             minibatches = split_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors(
                 [count_scored_tokens(part) for part in minibatches],

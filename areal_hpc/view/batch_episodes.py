@@ -113,9 +113,7 @@ def _read_episodes(
 def read_ticket_episodes(
     paths: RunPaths, step: int, *, with_messages: bool = True
 ) -> Iterator[tuple[SealedTicket, list[dict[int, TrajectoryRow]]]]:
-    """Read the tickets of a batch, and of each episode its rows by their number in the shard.
-
-    Rows have the rewards of the manifest.
+    """Read a batch's tickets, and each episode's rows by number, with the manifest's rewards.
 
     Raises:
         ShardError: A file of the batch is gone or damaged.

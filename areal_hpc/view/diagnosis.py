@@ -141,10 +141,7 @@ def _diagnose_local_stop(
 
 
 def _diagnose_lost_jobs(
-    view: RunView,
-    state: str,
-    failure_chain: tuple[FailureEvent, ...],
-    cause: FailureEvent | None,
+    view: RunView, state: str, failure_chain: tuple[FailureEvent, ...], cause: FailureEvent | None
 ) -> Diagnosis:
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "

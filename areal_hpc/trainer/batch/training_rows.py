@@ -249,9 +249,7 @@ def _build_masks(batch: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> 
     return [drop_distorted_replies_from_loss_mask(*pair) for pair in zip(batch, masks, strict=True)]
 
 
-def _build_temperatures(
-    batch: Sequence[TrajectoryRow],
-) -> list[dict[str, npt.NDArray[np.float32]]]:
+def _build_temperatures(batch: Sequence[TrajectoryRow]) -> list[dict[str, npt.NDArray[np.float32]]]:
     temperatures = [row.temperature or 1.0 for row in batch]
     if all(temperature == 1.0 for temperature in temperatures):
         return [{} for _ in batch]

@@ -24,11 +24,7 @@ MAX_UNTRAINABLE_FRACTION = 0.5
 NO_TOP_K = 1 << 20
 """Size above every vocabulary: such a top_k excludes no token."""
 _GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
-_NEUTRAL_PENALTIES = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+_NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 
 
 def list_sampling_distortions(

@@ -130,9 +130,7 @@ def _list_episodes(rows: Sequence[TrajectoryRow]) -> Iterator[_Episode]:
 
 
 def compute_reply_earnings(
-    rows: Sequence[TrajectoryRow],
-    objective: ObjectiveConfig,
-    divergences: FloatRows | None = None,
+    rows: Sequence[TrajectoryRow], objective: ObjectiveConfig, divergences: FloatRows | None = None
 ) -> BatchCredit:
     """Compute the numbers of a batch, in order of groups, episodes and replies.
 
@@ -395,9 +393,7 @@ def _sum_errors(
 
 
 def scale_token_advantages(
-    replies: Sequence[ReplyReward],
-    estimates: Sequence[ReplyEstimate],
-    objective: ObjectiveConfig,
+    replies: Sequence[ReplyReward], estimates: Sequence[ReplyEstimate], objective: ObjectiveConfig
 ) -> list[FloatArray]:
     """Scale the advantages at the tokens of each reply, and multiply by its branch's weight [t].
 

@@ -53,6 +53,11 @@ def test_a_rejudged_run_trains_as_one_that_had_the_right_reward_from_the_start(
     for line, other in zip(trained, expected, strict=True):
         for name in ("loss", "grad_norm", "entropy/mean", "reward/mean"):
             assert line[name] == other[name]
+    compared = [
+        [line["logprob/compared_tokens"] for line in lines] for lines in (expected, trained)
+    ]
+    assert compared[0][1] > 0
+    assert compared[1] == [compared[0][0], 0], "the engine has never had the replay's weights"
     table = told[told.index("step  recorded rewards") :].splitlines()
     assert [line.split()[:2] for line in table[1:3]] == [["1", "0.500"], ["2", "0.500"]]
     assert f"{expected[0]['reward/mean']:.3f} [" in table[1]
