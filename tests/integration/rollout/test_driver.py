@@ -1,10 +1,8 @@
 import asyncio
 import errno
-import itertools
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,10 @@ from areal_hpc.recipe.sections.evaluation import (
     resolve_evaluation_sets,
 )
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout import driver, episode_watch
+from areal_hpc.rollout import driver
 from areal_hpc.rollout.agent import Agent, RolloutWorkflow
 from areal_hpc.rollout.concurrency import AdaptiveSlots, EngineLoad
 from areal_hpc.rollout.driver import Driver
-from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
 from areal_hpc.rollout.episodes import group
 from areal_hpc.rollout.episodes.group import CLOSED_GATE_POLL_S, GroupPlayer
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
@@ -44,7 +41,7 @@ from areal_hpc.wire.proxy import (
 )
 from tests.integration.rollout.standins import StandInLedger, StandInProxy, driving
 from tests.integration.rollout.test_episode import ask
-from tests.support.deadlines import Deadline, scaled
+from tests.support.deadlines import scaled
 
 N_TASKS = 8
 Meanwhile = Callable[[], Coroutine[Any, Any, None]]
@@ -70,7 +67,6 @@ class Cell:
         self.evaluation_agent: Agent | None = None
         self.sandboxes: AgentSandboxes | None = None
         self.sources, self.source_agents = NO_SOURCES, list[Agent | None]()
-        self.watch: EpisodeWatch | None = None
         self.adaptive_slots: AdaptiveSlots | None = None
         self.ledger = StandInLedger(run_dir, grants)
         self.proxy = StandInProxy(run_dir)
@@ -133,7 +129,6 @@ class Cell:
                 events=events,
                 adaptive_slots=self.adaptive_slots,
             )
-            self.watch = player.watch
             if meanwhile is not None:
                 running.create_task(meanwhile())
             await cell_driver.run()
@@ -453,62 +448,6 @@ def test_nothing_is_leased_or_begun_before_a_replica_serves(tmp_path: Path) -> N
     assert begun_before == [0]
     assert [request.capacity for request in cell.ledger.requests[:3]] == [0, 0, 0]
     assert len(cell.proxy.finished) == 2
-
-
-def test_agent_that_blocks_the_loop_is_reported_with_its_line_while_it_does(
-    tmp_path: Path,
-) -> None:
-    told_meanwhile: list[dict[str, Any]] = []
-
-    class Blocks:
-        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-            await ask(extra_kwargs)
-            deadline = Deadline(10 * EVENT_LOOP_BLOCKED_S)
-            while not (events := cell.events("event_loop_blocked")) and not deadline.is_over():
-                time.sleep(0.05)
-            told_meanwhile.extend(events)
-            return 1.0
-
-    cell = Cell(tmp_path, Blocks(), tickets(1, n_samples=1), n_samples=1)
-    cell.run()
-    (blocked,) = cell.events("event_loop_blocked")
-    first = Blocks.run.__code__.co_firstlineno
-    file, line = blocked["at"].rsplit(":", 1)
-    assert (file, int(line) - first in (3, 4)) == (__file__, True)
-    assert (blocked["task"], blocked["episode"]) == (0, 0)
-    assert blocked["seconds"] >= EVENT_LOOP_BLOCKED_S
-    assert told_meanwhile == [blocked]
-
-
-def test_an_episode_that_hangs_is_reported_with_the_line_it_waits_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(episode_watch, "SLOW_EPISODE_S", scaled(0.3))
-
-    class Hangs:
-        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-            await self.wait_for_nobody()
-            return 1.0
-
-        async def wait_for_nobody(self) -> None:
-            await asyncio.Event().wait()
-
-    waits_at = f"{__file__}:{Hangs.wait_for_nobody.__code__.co_firstlineno + 1}"
-    limit_s = scaled(3.0)
-    cell = Cell(
-        tmp_path, Hangs(), tickets(1, n_samples=1), n_samples=1,
-        max_episode_tries=1, episode_timeout_s=limit_s,
-    )  # fmt: skip
-    cell.run()
-    events = cell.events("episode_slow")
-    assert [event["at"] for event in events] == [waits_at] * len(events)
-    ages = [event["seconds"] for event in events]
-    assert len(ages) >= 2
-    # Events give ages to a tenth of a second.
-    assert all(late >= 1.9 * early - 0.1 for early, late in itertools.pairwise(ages)), ages
-    assert events[0]["limit_s"] == limit_s
-    (ended,) = cell.events("episode_timed_out")
-    assert ended["at"] == waits_at
 
 
 def test_ledger_that_refuses_the_driver_ends_it(tmp_path: Path) -> None:
