@@ -162,6 +162,12 @@ PRESETS: Mapping[str, Preset] = {
         },
         {},
     ),
+    "length_aware": Preset(
+        "the bonus of prime-rl, github.com/PrimeIntellect-ai/prime-rl/pull/2265; all else is the "
+        "default's",
+        {"brevity_bonus": 1.0},
+        {},
+    ),
 }
 
 

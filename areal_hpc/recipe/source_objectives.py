@@ -14,7 +14,7 @@ from areal_hpc.recipe.sections.objective import ObjectiveConfig
 SOURCE_OBJECTIVE_KEYS = (
     *("preset", "credit", "turn_discount", "baseline", "scale_rewards", "std_ddof"),
     *("min_reward_std", "surrogate", "ratio_level", "clip_low", "clip_high", "clip_dual"),
-    *("loss_agg", "loss_scale_tokens", "entropy_coef", "observation_coef"),
+    *("loss_agg", "loss_scale_tokens", "entropy_coef", "observation_coef", "brevity_bonus"),
 )
 """Keys that may differ between sources. Others name a network, or a pass over the whole batch."""
 

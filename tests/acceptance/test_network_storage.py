@@ -42,7 +42,7 @@ MAX_LAUNCHES = 20
 MIN_FAULTS = 10
 """Minimum of faults of the trainer's client and of the cell's: fewer prove little."""
 FAILED_EPISODES = 5
-MAX_DELAY_S = 2.0
+MAX_DELAY_S = scaled(2.0)
 RECORD_FAILURE = """
 import pathlib, sys, time
 from areal_hpc.rundir.telemetry.events import EventLog

@@ -141,6 +141,7 @@ class ObjectiveConfig(BaseConfig):
         "opd",
         "max_rl",
         "dppo",
+        "length_aware",
     ] = "default"
     """Known algorithm, which sets keys, also of other sections, that the recipe lacks."""
     credit: Literal["episode", "turn"] = "episode"
@@ -189,6 +190,9 @@ class ObjectiveConfig(BaseConfig):
     (ECHO); 0 leaves them out."""
     overlong: OverlongConfig = OverlongConfig()
     """Treatment of replies at or near their limit of tokens."""
+    brevity_bonus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Share by which the reward of an episode grows as its replies get shorter than the mean of its
+    group's successes (rewards above 0)."""
     kl: KlConfig = KlConfig()
     """Penalty on the divergence from a reference policy."""
     teacher: TeacherConfig = TeacherConfig()
@@ -226,6 +230,12 @@ class ObjectiveConfig(BaseConfig):
             raise ValueError(
                 "with credit=episode all replies earn the same, and no turn is discounted by "
                 f"turn_discount={self.turn_discount}: set credit=turn"
+            )
+        if self.brevity_bonus and (self.credit == "turn" or self.has_critic):
+            raise ValueError(
+                "brevity_bonus compares the lengths of a group's episodes, got "
+                f"credit={self.credit} and baseline={self.baseline}: set credit=episode without "
+                "baseline=value, or leave it out"
             )
         if self.scale_rewards in ("none", "group_mean") and self.std_ddof != 1:
             raise ValueError(

@@ -4,9 +4,10 @@ With `credit=episode` a reply earns the sum of all rewards of its episode, which
 number for each row. With `credit=turn` it earns its own reward plus `turn_discount` times the mean
 earnings of its followers, which the row's record lists. How an episode was packed into rows makes
 no difference: numbers belong to replies, not to rows. `overlong` subtracts a penalty from long
-replies (DAPO, arXiv:2503.14476, section 3.4), and `kl.placement=reward` the divergence of a reply
-from a reference (RLOO, arXiv:2402.14740, section 2.2; in REINFORCE++, arXiv:2501.03262v9,
-section 3.1, it differs from token to token).
+replies (DAPO, arXiv:2503.14476, section 3.4), `brevity_bonus` multiplies what short successes
+earn (prime-rl), and `kl.placement=reward` subtracts the divergence of a reply from a reference
+(RLOO, arXiv:2402.14740, section 2.2; in REINFORCE++, arXiv:2501.03262v9, section 3.1, it differs
+from token to token).
 
 | `baseline` | subtracted from a number of a group | source |
 |---|---|---|
@@ -145,15 +146,22 @@ def compute_reply_earnings(
         return objective.kl.coef * float(divergences[row][begin:end].sum(dtype=np.float64))
 
     numbers: list[tuple[float, int, int, float]] = []
+    lengths: list[int] = []
     spans: list[list[SpanWithCreditIndex]] = [[] for _ in rows]
     for episode in _list_episodes(rows):
+        sampled_tokens = sum(end - begin for _, begin, end in episode.trained.values())
         for earned, weight, earning_spans in _credit_episode(episode, objective, measure):
+            lengths.append(sampled_tokens)
             for row, begin, end in earning_spans:
                 spans[row].append((begin, end, len(numbers)))
             numbers.append((earned, episode.ticket, episode.number, weight))
+    earned_K = np.array([number[0] for number in numbers], np.float64)
+    groups_K = np.array([number[1] for number in numbers], np.int64)
+    if objective.brevity_bonus:
+        _reward_brevity(earned_K, groups_K, np.array(lengths), objective.brevity_bonus)
     return BatchCredit(
-        np.array([number[0] for number in numbers], np.float64),
-        np.array([number[1] for number in numbers], np.int64),
+        earned_K,
+        groups_K,
         np.array([number[2] for number in numbers], np.int64),
         np.array([number[3] for number in numbers], np.float64),
         spans,
@@ -246,6 +254,20 @@ def compute_overlong_penalty(tokens: int, overlong: OverlongConfig) -> float:
         return 0.0
     beyond = (tokens - overlong.expected_tokens) / overlong.cache_tokens
     return overlong.penalty * min(1.0, max(0.0, beyond))
+
+
+def _reward_brevity(
+    earned_K: FloatArray,
+    groups_K: npt.NDArray[np.int64],
+    lengths_K: npt.NDArray[np.int64],
+    bonus: float,
+) -> None:
+    for group in np.unique(groups_K):
+        successes_K = (groups_K == group) & (earned_K > 0)
+        if successes_K.any():
+            lengths = lengths_K[successes_K]
+            savings = 1 - lengths / max(1.0, lengths.mean())
+            earned_K[successes_K] *= 1 + bonus * np.maximum(0, savings)
 
 
 def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> FloatArray:

@@ -291,3 +291,10 @@ def test_a_penalty_is_taken_off_what_a_client_passed_back() -> None:
     rows = build_batch([[turns]], ExportSettings(is_credited=True))
     advantages = token_advantages(rows, objective)
     assert [advantages[0, 0, token] for token in (0, 10)] == [1.5, 1.5]
+
+
+def test_of_two_successes_the_shorter_earns_more() -> None:
+    group = [[MadeUpTurn(9, 1.0, 2)], [MadeUpTurn(9, 1.0, 6)], [MadeUpTurn(9, 0.0, 1)]]
+    objective = ObjectiveConfig(baseline="none", scale_rewards="none", brevity_bonus=1.0)
+    advantages = token_advantages(build_batch([group], ExportSettings()), objective)
+    assert {(key[1], value) for key, value in advantages.items()} == {(0, 1.5), (1, 1.0), (2, 0.0)}
