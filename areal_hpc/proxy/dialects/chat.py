@@ -49,7 +49,7 @@ from areal_hpc.session.message_matching import build_normal_message
 from areal_hpc.wire.decoding import decode_json
 
 
-class _ContentPart(Struct):
+class ContentPart(Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -75,7 +75,7 @@ class ToolCall(Struct):
 
 class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[_ContentPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -311,7 +311,7 @@ def read_call(call: ToolCall, key: str) -> dict[str, Any]:
 _UNREAD_PART_TYPES = ("image_url", "input_audio", "file")
 
 
-def _read_text_part(part: _ContentPart, i: int, j: int) -> str:
+def _read_text_part(part: ContentPart, i: int, j: int) -> str:
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is None:
         problem = f"content parts of type {part.type!r} are not supported"

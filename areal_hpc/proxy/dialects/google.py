@@ -363,31 +363,17 @@ class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True,
         return self.generation_config or GenerationConfig()
 
 
-class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
+class CountTokensRequest(GenerateContentRequest, kw_only=True):
     """Body of POST models/{model}:countTokens: contents, or a whole request."""
 
-    contents: list[Content] | Content | None = None
+    contents: list[Content] | Content | None = None  # type: ignore[assignment]
     generate_content_request: GenerateContentRequest | None = None
-    model: str = ""
-    system_instruction: Content | None = None
-    tools: list[msgspec.Raw] | msgspec.Raw | None = None
-    generation_config: GenerationConfig | None = None
-    labels: IgnoredParam = None
 
-    def build_whole_request(self) -> GenerateContentRequest:
-        whole, contents = self.generate_content_request, self.contents
-        if (whole is None) == (contents is None):
+    def get_whole_request(self) -> GenerateContentRequest:
+        if (self.generate_content_request is None) == (self.contents is None):
             problem = "give either contents or a generateContentRequest"
             raise ProxyRequestError(400, problem, key="contents")
-        if whole is not None:
-            return whole
-        assert contents is not None
-        return GenerateContentRequest(
-            contents=contents,
-            system_instruction=self.system_instruction,
-            tools=self.tools,
-            generation_config=self.generation_config,
-        )
+        return self.generate_content_request or self
 
 
 def build_model_call(

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.chat import ToolCall, read_call
+from areal_hpc.proxy.dialects.chat import ContentPart, ToolCall, read_call
 from areal_hpc.proxy.dialects.dialect import ContentBlock, split_into_blocks
 from areal_hpc.proxy.dialects.parameters import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
@@ -188,25 +188,14 @@ def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] 
     """Find an item of a reply in the tree by its id; None if there is none."""
     prefix, _, rest = item_id.partition("_")
     kind, number, index = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
-    interaction = _find_response_by_id_suffix(tree, number)
-    if kind is None or interaction is None:
+    prefixes = (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS)
+    answers = [tree[start + number] for start in prefixes if start + number in tree]
+    if kind is None or not answers:
         return None
+    interaction = answers[0]
     blocks = [block for block in split_reply_into_blocks(interaction.reply) if block.kind == kind]
     matches = [block for block in blocks if f"{block.index:02x}" == index] or blocks[:1]
     return format_item(interaction.interaction_id, matches[0], "completed") if matches else None
-
-
-def _find_response_by_id_suffix(tree: InteractionTree, id_suffix: str) -> Interaction | None:
-    for prefix in (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS):
-        if prefix + id_suffix in tree:
-            return tree[prefix + id_suffix]
-    return None
-
-
-class ContentPart(Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class InputItem(Struct):
@@ -231,11 +220,6 @@ class InputItem(Struct):
     """Calls, and below the id of a result, of a message in the form of Chat Completions."""
     tool_call_id: str | None = None
 
-    @property
-    def is_reference(self) -> bool:
-        is_bare = self.type == "message" and self.role is None and self.content is None
-        return self.id is not None and (self.type == "item_reference" or is_bare)
-
 
 _REQUIRED_FIELDS_BY_TYPE = {
     "message": ("role",),
@@ -256,7 +240,8 @@ _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summ
 def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> list[InputItem]:
     resolved = []
     for i, item in enumerate(items):
-        if item.is_reference and item.id is not None:
+        is_bare = item.type == "message" and item.role is None and item.content is None
+        if item.id is not None and (item.type == "item_reference" or is_bare):
             fields = find_item_in_replies(tree, item.id)
             if fields is None:
                 problem = f"this session has no item {item.id!r:.300}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -36,6 +36,7 @@ TopLogprobs = list[tuple[float, int, str | None]] | None
 
 
 NO_PENALTIES = (0.0, 0.0, 1.0)
+Value = TypeVar("Value")
 
 
 class UnfinishedEngineCallError(Exception):
@@ -238,12 +239,14 @@ class ChunkReader:
         self._versions.add(meta.weight_version)
         self._cached_tokens = meta.cached_tokens
         count = meta.completion_tokens - len(self._output_ids)
-        new_ids = reply.output_ids[len(reply.output_ids) - count :] if count > 0 else []
-        new_logprobs = meta.output_token_logprobs[-count:] if count > 0 else []
-        new_tops = (meta.output_top_logprobs or [])[-count:] if count > 0 else []
-        if count > 0:
-            self._kept_ids += (meta.output_token_sampling_mask or [])[-count:]
-            self._kept_logprobs += (meta.output_token_sampling_logprobs or [])[-count:]
+
+        def take_new(values: list[Value] | None) -> list[Value]:
+            return values[-count:] if values and count > 0 else []
+
+        new_ids, new_tops = take_new(reply.output_ids), take_new(meta.output_top_logprobs)
+        new_logprobs = take_new(meta.output_token_logprobs)
+        self._kept_ids += take_new(meta.output_token_sampling_mask)
+        self._kept_logprobs += take_new(meta.output_token_sampling_logprobs)
         repeats = len(reply.output_ids) == meta.completion_tokens
         self._text = reply.text if repeats else self._text + reply.text
         self._output_ids += new_ids

@@ -98,14 +98,9 @@ class SGLangClient:
         reader = ChunkReader(replica.url, request.sampling.stop or ())
 
         async def read() -> Generation:
-            pool, body = (
-                self._get_pool(replica.url, replica.keys.api),
-                request.encode_body(stream=True),
-            )
-            async with (
-                asyncio.timeout(timeout_s),
-                pool.stream_answer("/generate", body) as answer,
-            ):
+            pool = self._get_pool(replica.url, replica.keys.api)
+            answering = pool.stream_answer("/generate", request.encode_body(stream=True))
+            async with asyncio.timeout(timeout_s), answering as answer:
                 if answer.status != 200:
                     _raise_for_status(replica.url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):

@@ -184,15 +184,9 @@ class AgentApi:
     # Steps of all dialects -------------------------------------------------------------------
 
     async def _answer_call(
-        self,
-        route: str,
-        session: Session,
-        exchange: Exchange,
-        unknown_params: Sequence[str],
-        facts: CallFacts,
+        self, route: str, session: Session, exchange: Exchange, *more: Any
     ) -> ModelAnswer:
-        call = self._enforce_sampling(route, session, exchange, unknown_params, facts)
-        exchange.call = call
+        call = exchange.call = self._enforce_sampling(route, session, exchange, *more)
         if exchange.streams:
             reply_stream = await self._completions.stream(session, call, exchange.answer_id)
             return ModelAnswer(exchange, reply_stream)
@@ -200,14 +194,9 @@ class AgentApi:
         return ModelAnswer(exchange, exchange.format_reply(choices))
 
     async def _count_prompt_tokens(
-        self,
-        route: str,
-        session: Session,
-        exchange: Exchange,
-        unknown_params: Sequence[str],
-        facts: CallFacts,
+        self, route: str, session: Session, exchange: Exchange, *more: Any
     ) -> int:
-        call = self._enforce_sampling(route, session, exchange, unknown_params, facts)
+        call = self._enforce_sampling(route, session, exchange, *more)
         return (await self._completions.prompts.build_prompt(session, call))[1]
 
     def _enforce_sampling(
@@ -268,7 +257,7 @@ class AgentApi:
     async def _count_google_tokens(
         self, session: Session, query: Mapping[str, str], request: CountTokensRequest, *more: Any
     ) -> bytes:
-        whole = request.build_whole_request()
+        whole = request.get_whole_request()
         exchange = GenerateContentExchange(whole, session, self._model, "whole")
         count = await self._count_prompt_tokens(_MODEL + _COUNT, session, exchange, *more)
         return msgspec.json.encode({"totalTokens": count})
