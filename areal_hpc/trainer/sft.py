@@ -4,6 +4,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -109,6 +110,8 @@ class SftTrainer:
             )
             logger.info("resuming the SFT stage after step %d", self.state.step)
         self._saved_step = self.state.step
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        self._next_rows = self._tokenizing.submit(self._build_rows, self.state.step)
         self._metrics = None
         if dist.get_rank() == 0:
             self.checkpoints.delete_leftovers(SFT_GENERATION)
@@ -136,12 +139,11 @@ class SftTrainer:
 
     def _train_step(self) -> None:
         sft, step, began = self._sft, self.state.step + 1, time.perf_counter()
-        data = self._demonstrations
-        seed = self._job.recipe.seed
-        chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), seed)
-        rows = self._tokenizer.build_rows([data[index] for index in chosen])
+        rows = self._next_rows.result()
+        # A template and a tokenizer in Python are slow: the device does not wait for them.
+        self._next_rows = self._tokenizing.submit(self._build_rows, step)
         if sft.lora is not None:
-            seed_dropout(seed, self.state.step)
+            seed_dropout(self._job.recipe.seed, self.state.step)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         with raise_out_of_memory_as_recipe_error(self._policy, self._job.recipe.trainer):
             batches = self._pack(rows)
@@ -170,7 +172,7 @@ class SftTrainer:
                     **build_norm_metrics([norm]),
                     "lr": rate,
                     "rows": len(rows),
-                    "rows/rewritten": len(rows) - len(chosen),
+                    "rows/rewritten": len(rows) - sft.batch_size,
                     "tokens/targets": int(total["tokens"]),
                     "tokens/trained": int(total["padded_tokens"]),
                     "throughput/trained_tokens_per_s": total["padded_tokens"] / seconds,
@@ -178,6 +180,11 @@ class SftTrainer:
                     **held_out,
                 },
             )
+
+    def _build_rows(self, step: int) -> list[TrainingRow]:
+        data, seed = self._demonstrations, self._job.recipe.seed
+        chosen = get_batch_indices(step, self._sft.batch_size, len(data), seed)
+        return self._tokenizer.build_rows([data[index] for index in chosen])
 
     def _pack(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         max_tokens = self._job.recipe.trainer.max_tokens_per_microbatch
