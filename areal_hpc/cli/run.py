@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -199,9 +199,7 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(*_get_recipe_arguments(arguments))
     if arguments.dry_run:
-        lines: Iterable[str] = _describe_dry_run(
-            recipe, on_this_machine=not arguments.in_allocation
-        )
+        lines = _describe_dry_run(recipe, on_this_machine=not arguments.in_allocation)
         if arguments.in_allocation:
             from areal_hpc.jobs.config import get_interpreters
             from areal_hpc.launch.job_places import describe_planned_steps
@@ -209,24 +207,26 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
             allocation, pythons = read_allocation(os.environ), get_interpreters(recipe)
             lines = chain(lines, [""], describe_planned_steps(recipe, allocation, pythons))
-        print("\n".join(lines))
-        print(f"nothing was started; {_describe_run_dir(recipe)}")
+        end = f"nothing was started; {_describe_run_dir(recipe, fresh=arguments.fresh)}"
         plan = shlex.join(["areal-hpc", "plan", str(arguments.recipe), *arguments.overrides])
-        print(f"{plan} shows processes, environment and memory")
+        print(*lines, end, f"{plan} shows processes, environment and memory", sep="\n")
         return 0
     result = run(recipe, fresh=arguments.fresh, in_allocation=arguments.in_allocation)
     return result.exit_code
 
 
-def _describe_run_dir(recipe: Recipe) -> str:
+def _describe_run_dir(recipe: Recipe, *, fresh: bool) -> str:
+    from areal_hpc.launch import prepare
     from areal_hpc.view.state.run_view import RunView
 
     paths = RunPaths(recipe.run_dir.resolve())
-    if not paths.recipe.exists():
+    if fresh or not paths.recipe.exists():
         return f"a run would write to {paths.root}"
-    view = RunView(paths)
-    run = f"a run at step {view.step} of {view.total_steps}"
-    return f"{paths.root} holds {run}, which the command goes on with (--fresh starts over)"
+    if prepare.is_run_finished(recipe, paths):
+        prepare.check_finished_recipe(recipe, paths)
+        return f"the run in {paths.root} is finished (--fresh starts over)"
+    prepare.check_recipe_changes(recipe, paths, print)
+    return f"the run in {paths.root} goes on after step {RunView(paths).step} (--fresh starts over)"
 
 
 @commands.add("plan", RECIPE, OVERRIDES)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.launch.checks.inputs import find_extra_args_problems
+from areal_hpc.launch.prepare import write_run_recipe
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.paths import RunPaths
 from tests.golden.make_slurm import GOLDEN, SITES, describe
 from tests.support.commands import exit_code_of, run_program, write_program
 from tests.support.environments import CHECKOUT
@@ -97,6 +99,23 @@ def test_a_dry_run_starts_nothing(tmp_path: object, capfd: pytest.CaptureFixture
     assert exit_code_of("run", "--dry-run", *words) == 0
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.startswith(f"areal-hpc plan {shlex.join(words)} shows")
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("run", "--dry-run", QUICKSTART, f"cluster.fileroot={tmp_path}")
+    recipe = load_recipe(QUICKSTART, words[3:])
+    recipe.run_dir.mkdir(parents=True)
+    write_run_recipe(recipe, RunPaths(recipe.run_dir).recipe)
+    assert exit_code_of(*words, "trainer.total_steps=30") == 0
+    shown = capfd.readouterr().out
+    assert "changed  trainer.total_steps: 25 -> 30" in shown
+    assert "goes on after step 0" in shown
+    assert exit_code_of(*words, "rollout.n_samples=2") == 78
+    assert "rollout.n_samples cannot change" in capfd.readouterr().err
+    assert exit_code_of(*words, "rollout.n_samples=2", "--fresh") == 0
+    assert "a run would write to" in capfd.readouterr().out
 
 
 def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def format_run_progress(view: RunView) -> list[str]:
 def describe_idle_time(rows: Sequence[Mapping[str, Any]], held: HeldResources) -> list[str]:
     hours = _sum_hours(rows, "time/step_s")
     waited = _sum_hours(rows, *TRAINER_WAIT_METRICS) * held.trainer
-    idle = _sum_hours(rows, CELL_IDLE_S_METRIC) * held.cells / max(held.cell_count, 1)
+    # cells also wait before the first step begins
+    idle = min(hours, _sum_hours(rows, CELL_IDLE_S_METRIC) / max(held.cell_count, 1)) * held.cells
     of_trainer, of_cells = (
         f"{hours * number:.2f} {held.unit}-hours" for number in (held.trainer, held.cells)
     )
@@ -158,11 +159,9 @@ def summarize_run(view: RunView, program: str) -> str:
     n_compared = sum(row["logprob/compared_tokens"] for row in compared)
     spanning = sum(row.get("staleness/mixed_version_rows") or 0 for row in trained)
     lines = [
-        f"{paths.run_name}: {last['step']} steps",
+        f"{paths.run_name}: {last['step']} step{'s' * (last['step'] > 1)}",
         f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
         f"{format_metric(last['reward/mean'], '.3f')}",
-    ]
-    lines += [
         *describe_evaluations(view),
         f"  speed             {compute_trained_tokens_per_s(trained):.0f} tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
@@ -216,7 +215,8 @@ def describe_evaluations(view: RunView) -> list[str]:
     lines = []
     if evaluations := view.evaluations:
         (first, before), (last, after) = evaluations[0], evaluations[-1]
-        lines.append(f"  held-out reward   {before:.3f} -> {after:.3f}  (step {first} -> {last})")
+        start, since = (f"{before:.3f} -> ", f"{first} -> ") if first < last else ("", "")
+        lines.append(f"  held-out reward   {start}{after:.3f}  (step {since}{last})")
     newest: dict[str, tuple[int, str]] = {}
     for row in view.steps:
         for text in format_evaluation_set_metrics(row):

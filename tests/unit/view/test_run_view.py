@@ -248,6 +248,12 @@ def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
     ]
 
 
+def test_cells_that_started_before_the_first_step_wait_no_longer_than_the_steps() -> None:
+    rows = [{"time/step_s": 1800.0, "cells/idle_s": 9000.0}]
+    idle = describe_idle_time(rows, HeldResources("node", 8, 4, 2))[1]
+    assert idle == "cells waiting for the trainer 2.00 of 2.00 node-hours"
+
+
 def test_a_trainer_without_any_cell_waits_until_one_is_found() -> None:
     wait = {"time": 1000.0, "event": "no_cell", "waited_s": 60.0}
     discovery = {"time": 1500.0, "event": "cell_found", "waited_s": 560.0}
