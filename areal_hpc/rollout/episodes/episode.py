@@ -57,12 +57,8 @@ BAD_REWARD_KIND = "BadReward"
 REFUSED_REWARD_KIND = "RefusedReward"
 NO_CALL_KIND = "NoModelCall"
 """Kinds of agents' errors without an exception of the agent."""
-_NO_LISTENER_ERROR_TEXTS = (
-    "Connect call failed",
-    "Connection refused",
-    "connection attempts failed",
-)
-"""Parts of the messages of HTTP clients when no server listens at an address."""
+_NO_ENDPOINT_TEXTS = ("api_key", "Connect call failed", "Connection refused", "attempts failed")
+"""Parts of the messages of clients that lack a key, or call where no server listens."""
 _POSSIBLE_SHORTAGE_EXCEPTIONS = (NodeResourceShortageError, OSError, RuntimeError)
 """Exceptions that may be due to a shortage of the node; `find_node_shortage` decides."""
 
@@ -214,7 +210,7 @@ def _explain_failure(
         if kind == REFUSED_REWARD_KIND:
             message = "the agent made no model call, so there is nothing to reward"
             kind = NO_CALL_KIND
-        if kind == NO_CALL_KIND or any(sign in message for sign in _NO_LISTENER_ERROR_TEXTS):
+        if kind == NO_CALL_KIND or any(sign in message for sign in _NO_ENDPOINT_TEXTS):
             hint = "call the model at the `base_url`, with the `api_key`, that `run` is given"
     if kind == KeyError.__name__:
         hint = format_missing_column_hint(message.partition(f"{kind}: ")[2].strip("'\""), data)

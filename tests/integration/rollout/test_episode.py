@@ -136,6 +136,7 @@ def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
         (Ends(None), "returned None (NoneType), expected a finite float"),
         (Ends(1.0, calls=0), "the agent made no model call, so there is nothing to reward"),
         (Ends(1.0, calls=0), "call the model at the `base_url`"),
+        (Ends(ValueError("Please pass an `api_key`"), calls=0), "call the model at the `base_url`"),
         (Ends("1.0"), f"at: {__file__}:{Ends.run.__code__.co_firstlineno}"),
         (Ends({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),
         (Ends(ValueError("no luck")), "the agent raised ValueError: no luck"),
