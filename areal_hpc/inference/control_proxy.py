@@ -69,10 +69,10 @@ class ControlProxyApp(JsonApp):
         self._weights_dir = weights_dir
         self._upstream: aiohttp.ClientSession | None = None
 
-    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+    def build_error_reply(self, request: Request, error: Exception) -> tuple[int, str]:
         if isinstance(error, ControlCallRefusedError):
             return 409, str(error)
-        return super().get_error_status_and_text(request, error)
+        return super().build_error_reply(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Change a replica's state, or forward the request to SGLang."""

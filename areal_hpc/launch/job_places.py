@@ -273,7 +273,7 @@ class HeldAllocation(ThisMachine):
         self._running: dict[str, StepNote] = {}
         self._beat = 0
         self._is_over = threading.Event()
-        self._heart = threading.Thread(target=self._beat_until_over, name="heartbeat", daemon=True)
+        self._heart = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
         self._write_heartbeat_note()
@@ -285,7 +285,7 @@ class HeldAllocation(ThisMachine):
         self._heart.join()
         self._prepared_run.paths.allocation_note.unlink(missing_ok=True)
 
-    def _beat_until_over(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._is_over.wait(HEARTBEAT_PERIOD_S):
             with contextlib.suppress(OSError):  # storage fails, for the steps as well
                 self._write_heartbeat_note()

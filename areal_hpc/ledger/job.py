@@ -210,10 +210,10 @@ class LedgerApp(JsonApp):
         finally:
             long_poll.stop_disconnect_watch()
 
-    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+    def build_error_reply(self, request: Request, error: Exception) -> tuple[int, str]:
         if isinstance(error, LedgerRequestError):
             return error.status, str(error)
         if isinstance(error, OSError):  # a full or absent file system: the caller should try again
             log.error("%s failed: %s", request.scope["path"], error)
             return 503, f"the ledger cannot write: {error}"
-        return super().get_error_status_and_text(request, error)
+        return super().build_error_reply(request, error)

@@ -43,7 +43,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     except RecipeError as error:
         yield from error.problems
     yield from _find_training_conflicts(recipe, objectives)
-    yield from _find_workflow_and_evaluation_problems(recipe)
+    yield from _find_episode_problems(recipe)
     yield from _find_online_conflicts(recipe)
     yield from _find_rollout_conflicts(recipe, objectives)
     yield from _find_sandbox_conflicts(recipe)
@@ -208,7 +208,7 @@ def _find_training_conflicts(
         )
 
 
-def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
+def _find_episode_problems(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     has_episodes = recipe.train_dataset is not None or bool(recipe.evaluation_sets)
     if has_episodes and rollout.agent.mode != "online" and not rollout.workflow:

@@ -66,7 +66,7 @@ def load_recipe(
     tree = drop_keys_invalidated_by_overrides(tree, changes)
     try:
         merged = _merge_trees(*trees, tree, changes)
-        _raise_if_values_are_missing(merged)
+        _refuse_missing_values(merged)
         values = OmegaConf.to_container(merged, resolve=True)
     except InterpolationResolutionError as error:
         raise _build_interpolation_error(error, path) from error
@@ -117,7 +117,7 @@ def _find_container_kind_conflicts(
         yield key, kinds[0], kinds[1]
 
 
-def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
+def _refuse_missing_values(tree: DictConfig | ListConfig) -> None:
     # OmegaConf's `missing_keys` resolves, but a resolved recipe may have a text with `${...}`.
     if missing := sorted(_find_missing_keys(OmegaConf.to_container(tree))):
         raise RecipeError.from_problems(
@@ -246,7 +246,7 @@ def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     remove_replaced_sources(tree, changes)
     tree = drop_keys_invalidated_by_overrides(tree, changes)
     merged = _merge_trees(tree, changes)
-    _raise_if_values_are_missing(merged)
+    _refuse_missing_values(merged)
     return build_recipe(OmegaConf.to_container(merged))
 
 
@@ -255,13 +255,13 @@ def drop_keys_invalidated_by_overrides(tree: DictConfig, overrides: DictConfig) 
 
     A resolved recipe has every key, so values of the user and of the preset look alike.
     """
-    objective = _select_unless_wrong(tree, "trainer.objective")
+    objective = _try_select(tree, "trainer.objective")
     written: Any = OmegaConf.to_container(overrides)
     loss_agg = get_recipe_value(written, "trainer.objective.loss_agg")
     if OmegaConf.is_dict(objective) and loss_agg not in (None, "seq_mean_token_sum_norm"):
         objective.pop("loss_scale_tokens", None)  # it is valid only for seq_mean_token_sum_norm
     preset = get_recipe_value(written, PRESET_KEY)
-    section = _select_unless_wrong(tree, PRESET_KEY.rpartition(".")[0])
+    section = _try_select(tree, PRESET_KEY.rpartition(".")[0])
     if preset is None or section is None or not set(ObjectiveConfig.model_fields) <= set(section):
         return tree
     values = OmegaConf.to_container(tree)
@@ -277,7 +277,7 @@ def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
     """
     written: Any = OmegaConf.to_container(overrides)
     for section, choices in EXCLUSIVE_KEYS.items():
-        base = _select_unless_wrong(tree, section)
+        base = _try_select(tree, section)
         override_keys = [key for key in choices if get_recipe_value(written, f"{section}.{key}")]
         if len(override_keys) != 1 or not OmegaConf.is_dict(base):
             continue
@@ -287,7 +287,7 @@ def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
                     base.pop(companion, None)
 
 
-def _select_unless_wrong(tree: DictConfig, key: str) -> Any:
+def _try_select(tree: DictConfig, key: str) -> Any:
     try:
         return OmegaConf.select(tree, key)
     except OmegaConfBaseException:

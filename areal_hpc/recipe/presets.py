@@ -178,14 +178,12 @@ def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     preset = PRESETS.get(str(get_recipe_value(tree, PRESET_KEY) or "default"), PRESETS["default"])
     for key, value in preset.values.items():
-        tree = _set_unless_present(tree, key, value)
+        tree = _set_default(tree, key, value)
     if get_recipe_value(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
         longest = get_recipe_value(tree, _MAX_TOKENS_KEY)
         if get_recipe_value(tree, LOSS_SCALE_KEY) is None:
             longest = longest or SamplingConfig().max_new_tokens
-            tree = _set_unless_present(
-                _copy_without_key(tree, LOSS_SCALE_KEY), LOSS_SCALE_KEY, longest
-            )
+            tree = _set_default(_copy_without_key(tree, LOSS_SCALE_KEY), LOSS_SCALE_KEY, longest)
     return tree
 
 
@@ -227,14 +225,14 @@ def get_default(root: type[BaseConfig], key: str) -> Any:
     return model.model_fields[name].default
 
 
-def _set_unless_present(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:
+def _set_default(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:
     head, _, rest = key.partition(".")
     if not rest:
         return {head: value, **tree}
     inner = tree.get(head, {})
     if inner is None or not isinstance(inner, Mapping):
         return tree
-    return {**tree, head: _set_unless_present(inner, rest, value)}
+    return {**tree, head: _set_default(inner, rest, value)}
 
 
 def _copy_without_key(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from areal_hpc.rundir.rendezvous import (
     make_client_tls,
 )
 from areal_hpc.wire.http import AsyncWireClient, WireClient
-from areal_hpc.wire.retry import SERVICE_BACKOFF, retry_until_answered
+from areal_hpc.wire.retry import SERVICE_BACKOFF, retry_without_limit
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class AsyncServiceClient:
         Raises:
             HttpStatusError: The service answered with an error that a retry does not fix.
         """
-        return await retry_until_answered(
+        return await retry_without_limit(
             lambda: self.call(route, request, reply, key=key, timeout_s=timeout_s),
             self._log_outage,
         )

@@ -117,7 +117,7 @@ class CommandChannel:
             if listener is not None:
                 listener.close()
             raise EOFError
-        self._reader = asyncio.create_task(self._read_until_closed())
+        self._reader = asyncio.create_task(self._read_exit_codes())
         return listener
 
     async def run(
@@ -215,7 +215,7 @@ class CommandChannel:
                 break
         raise EOFError
 
-    async def _read_until_closed(self) -> None:
+    async def _read_exit_codes(self) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError, ValueError):
             while message := await loop.sock_recv(self._socket, MAX_MESSAGE_BYTES):

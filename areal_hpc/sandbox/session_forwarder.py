@@ -125,13 +125,13 @@ async def _pump_both_ways(
         upward.write(opening)
         writer.write(answer)
         async with asyncio.TaskGroup() as both:
-            both.create_task(_copy_until_closed(reader, upward))
-            both.create_task(_copy_until_closed(onward, writer))
+            both.create_task(_copy_stream(reader, upward))
+            both.create_task(_copy_stream(onward, writer))
     finally:
         await _close_writer(upward)
 
 
-async def _copy_until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy bytes until the reader ends, then close the writer's direction."""
     with contextlib.suppress(OSError):
         while piece := await reader.read(_PIECE_BYTES):

@@ -352,9 +352,9 @@ class LiveRun:
         if report.ok:
             self._refused_proofs = None
         elif self._refused_proofs is not None:
-            self._end_if_engine_differs([str(error) for error in report.failed.values()])
+            self._refuse_differing_engine([str(error) for error in report.failed.values()])
 
-    def _end_if_engine_differs(self, errors: list[str]) -> None:
+    def _refuse_differing_engine(self, errors: list[str]) -> None:
         """End the run if every replica has scored like another model from the first weights on."""
         assert self._refused_proofs is not None
         is_refused = bool(errors) and all(PROBE_GAP_KEY in error for error in errors)

@@ -36,8 +36,8 @@ from areal_hpc.trainer.memory import (
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.logprobs import (
     SampleableTokens,
-    consume_logits_into_logprobs_and_entropy,
     consume_logits_into_token_logprobs,
+    consume_logits_measuring_entropy,
 )
 from areal_hpc.trainer.model.policy import Network, TrainedNetwork
 from areal_hpc.trainer.objective.custom_loss import CustomLoss
@@ -196,7 +196,7 @@ def run_forward_backward(
     return run_passes(network, batches, score, backward=backward)
 
 
-def compute_logprobs_and_entropy(
+def score_tokens(
     network: Network, batch: MicroBatch, logits_1NV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities of a micro-batch's tokens, and the entropies at sampling [N].
@@ -204,7 +204,7 @@ def compute_logprobs_and_entropy(
     The logits are consumed.
     """
     arguments = _list_scoring_arguments(network, batch, logits_1NV)
-    return consume_logits_into_logprobs_and_entropy(*arguments)
+    return consume_logits_measuring_entropy(*arguments)
 
 
 def _list_scoring_arguments(
@@ -377,7 +377,7 @@ class PolicyTrainer:
         factor: float,
     ) -> tuple[torch.Tensor, LossStats]:
         objective = self._objectives[batch.objective]
-        logprobs_N, entropy_N = compute_logprobs_and_entropy(self._policy, batch, logits_1NV)
+        logprobs_N, entropy_N = score_tokens(self._policy, batch, logits_1NV)
         observation_loss = logprobs_N.new_zeros(())
         if batch.policy_indices_K is not None:
             observation_loss = -(batch.channels_N[Channel.CROSS_ENTROPY] * logprobs_N).sum()

@@ -80,13 +80,11 @@ class WeightsFolder:
             return
         for path in paths:
             match = _WEIGHTS_FOLDER_PATTERN.fullmatch(path.name)
-            if match and _parse_version_and_serial_number(
-                match[1]
-            ) < _parse_version_and_serial_number(self.name):
+            if match and _parse_folder_name(match[1]) < _parse_folder_name(self.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _parse_version_and_serial_number(folder_name: str) -> list[int]:
+def _parse_folder_name(folder_name: str) -> list[int]:
     return [int(part) for part in folder_name.split(".")]
 
 

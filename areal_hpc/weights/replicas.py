@@ -125,7 +125,7 @@ class ReplicaClient:
         self._update_timeout_s = update_timeout_s
         self._control_s = min(CONTROL_TIMEOUT_S, update_timeout_s)
 
-    def fence_until_next_update(self) -> None:
+    def fence_for_update(self) -> None:
         self.post(
             "fence", FenceReplicaRequest(stays=True), min(FENCE_NOTICE_TIMEOUT_S, self._control_s)
         )

@@ -149,7 +149,7 @@ class UpdateSession:
 
         def fence(replica_client: ReplicaClient) -> None:
             try:
-                replica_client.fence_until_next_update()
+                replica_client.fence_for_update()
             except WeightSyncError as error:
                 log.info("could not tell the replica that the update was abandoned: %s", error)
 

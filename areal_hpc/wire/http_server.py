@@ -341,7 +341,7 @@ class JsonApp(ABC):
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Return the status and the JSON of the response. May raise any exception."""
 
-    def get_error_status_and_text(self, request: Request, error: Exception) -> tuple[int, str]:
+    def build_error_reply(self, request: Request, error: Exception) -> tuple[int, str]:
         """Return the status and the text for an exception that `answer` raised."""
         if isinstance(error, HTTPException):
             return error.status_code, error.detail
@@ -358,7 +358,7 @@ class JsonApp(ABC):
         except ClientDisconnect:
             return
         except Exception as error:  # boundary: one bad request must not end the service
-            status, text = self.get_error_status_and_text(request, error)
+            status, text = self.build_error_reply(request, error)
             content = msgspec.json.encode({"error": text})
         await Response(content, status, media_type="application/json")(scope, receive, send)
 

@@ -65,7 +65,7 @@ def retry(
     raise AssertionError("pauses have no end")
 
 
-async def retry_until_answered(
+async def retry_without_limit(
     call: Callable[[], Awaitable[ResultT]], on_failure: Callable[[ClusterError, float], None]
 ) -> ResultT:
     """Repeat a call without a limit while its peer is unreachable.

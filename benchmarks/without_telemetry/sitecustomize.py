@@ -53,7 +53,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
         "summarize_episodes": _measure_nothing,
     },
     "areal_hpc.trainer.learner": {"measure_training_speed": _measure_nothing},
-    "areal_hpc.trainer.step": {"compute_logprobs_and_entropy": _leave_out_entropy},
+    "areal_hpc.trainer.step": {"score_tokens": _leave_out_entropy},
 }
 """Replacements of functions by module."""
 

@@ -139,11 +139,11 @@ def _patch_sglang_to_fork() -> None:
 
     set_up = engine._set_envs_and_config
 
-    def set_up_and_fork(server_args: Any) -> None:
+    def set_up_forking(server_args: Any) -> None:
         set_up(server_args)  # it selects spawning
         multiprocessing.set_start_method("fork", force=True)
 
-    engine._set_envs_and_config = set_up_and_fork
+    engine._set_envs_and_config = set_up_forking
     forking: list[int] = []
     os.register_at_fork(
         before=lambda: forking.append(os.getpid()),

@@ -106,7 +106,7 @@ def install_paused_scoring() -> None:
         async for reply in generate(manager, request, *args, **options):
             yield reply
 
-    def add_or_score(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
+    def queue_request(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
         if scheduler._engine_paused and request.rid.startswith(SCORING_ID_PREFIX):
             _run_alone(
                 scheduler, len(request.origin_input_ids), lambda: add_request(scheduler, request)
@@ -118,7 +118,7 @@ def install_paused_scoring() -> None:
     TokenizerManager.is_pause = property(
         lambda manager: is_paused.fget(manager) and not _is_scoring.get(), is_paused.fset
     )
-    Scheduler._add_request_to_queue = add_or_score
+    Scheduler._add_request_to_queue = queue_request
 
 
 def _run_alone(scheduler: Any, tokens: int, add_request: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ def keep_sampling_routes() -> None:
         kept = getattr(req, "areal_routes", routes[:0])[: len(routes)]
         return torch.cat([kept, routes[len(kept) :]])
 
-    def keep_and_release(*, req: Any, req_to_token_pool: Any, **others: Any) -> bool:
+    def release_keeping_routes(*, req: Any, req_to_token_pool: Any, **others: Any) -> bool:
         capturer = get_global_experts_capturer()
         if capturer is not None and req.return_routed_experts and req.output_ids:
             tokens = len(req.origin_input_ids) + len(req.output_ids)
@@ -193,7 +193,7 @@ def keep_sampling_routes() -> None:
         released: bool = release(req=req, req_to_token_pool=req_to_token_pool, **others)
         return released
 
-    def collect_and_join(processor: Any, req: Any) -> None:
+    def collect_joined_routes(processor: Any, req: Any) -> None:
         collect(processor, req)
         if req.routed_experts is not None:
             routes = join_kept(req, req.routed_experts)
@@ -201,8 +201,8 @@ def keep_sampling_routes() -> None:
             if low >= 0:
                 req.routed_experts = routes.to(torch.uint8 if high < 256 else torch.uint16)
 
-    schedule_batch.release_req = keep_and_release
-    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_and_join
+    schedule_batch.release_req = release_keeping_routes
+    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collect_joined_routes
 
 
 # An adapter in place of weights (sglang 0.5.23, private APIs) -------------------------------

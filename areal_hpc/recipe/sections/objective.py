@@ -225,7 +225,7 @@ class ObjectiveConfig(BaseConfig):
         return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
     @model_validator(mode="after")
-    def _check_credit_and_scaling_keys(self) -> ObjectiveConfig:
+    def _check_advantage_keys(self) -> ObjectiveConfig:
         if self.credit == "episode" and self.turn_discount != 1:
             raise ValueError(
                 "with credit=episode all replies earn the same, and no turn is discounted by "
@@ -290,7 +290,7 @@ class ObjectiveConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_surrogate_and_loss_keys(self) -> ObjectiveConfig:
+    def _check_loss_keys(self) -> ObjectiveConfig:
         if self.clip_dual is not None and self.surrogate != "clip":
             raise ValueError(
                 f"clip_dual bounds the terms of surrogate=clip, got surrogate={self.surrogate}: "

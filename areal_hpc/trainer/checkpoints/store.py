@@ -358,7 +358,7 @@ class CheckpointWriter:
         content = self._memory[:size_bytes].numpy().data
         self._path = path
         self._writing = start_native_call(
-            lambda: _write_and_sync(content, path, files_to_sync), "checkpoint-writer"
+            lambda: _write_durably(content, path, files_to_sync), "checkpoint-writer"
         )
 
     def poll_write(self, timeout_s: float) -> bool:
@@ -390,7 +390,7 @@ class CheckpointWriter:
         self._release_memory()
 
 
-def _write_and_sync(content: memoryview, path: Path, files_to_sync: Sequence[str]) -> float:
+def _write_durably(content: memoryview, path: Path, files_to_sync: Sequence[str]) -> float:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # only this thread
     began = time.perf_counter()
     fault_point("checkpoint.before_write")

@@ -70,7 +70,7 @@ def consume_logits_into_token_logprobs(
     return logprobs_N
 
 
-def consume_logits_into_logprobs_and_entropy(
+def consume_logits_measuring_entropy(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     temperature_N: torch.Tensor | None,
@@ -128,7 +128,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if mean_N is None:
                 torch.logsumexp(values, -1, out=lse_N[rows])
             else:
-                _compute_lse_and_mean(values, lse_N[rows], mean_N[rows], left_out is not None)
+                _compute_softmax_mean(values, lse_N[rows], mean_N[rows], left_out is not None)
         if group.size() > 1:
             chosen_N = torch.where(is_own_N, chosen_N, 0.0)
             dist.all_reduce(chosen_N, group=group)
@@ -188,7 +188,7 @@ def _find_own_columns(
     return is_own_N, torch.where(is_own_N, local_N, 0)
 
 
-def _compute_lse_and_mean(
+def _compute_softmax_mean(
     values: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor, is_partial: bool
 ) -> None:
     """Compute the log-sum-exp of each row, and the mean of its values under their softmax.

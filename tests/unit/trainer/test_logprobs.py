@@ -16,8 +16,8 @@ from areal_hpc.trainer.model.attention import plan_varlen_attention
 from areal_hpc.trainer.model.logprobs import (
     SampleableTokens,
     compute_float32_logits,
-    consume_logits_into_logprobs_and_entropy,
     consume_logits_into_token_logprobs,
+    consume_logits_measuring_entropy,
 )
 from tests.support.plain_torch import (
     OperationLog,
@@ -88,7 +88,7 @@ def test_values_and_gradients_are_those_of_a_log_softmax_in_float64(
     sampled_from = None if sampleable == "all" else kept
 
     ours = hidden.clone().requires_grad_()
-    values, entropy = consume_logits_into_logprobs_and_entropy(
+    values, entropy = consume_logits_measuring_entropy(
         ours * 1, labels, temperature, VOCAB, group, sampled_from
     )
     alone = consume_logits_into_token_logprobs(

@@ -190,7 +190,7 @@ def parse_architecture(
     """
     try:
         if lora is None:
-            return _validate_and_parse_config(config, config_file)
+            return _parse_config(config, config_file)
         family = config.get("model_type", "")
         return replace(_parse_for_transformers(family, config, config_file), lora=lora)
     except KeyError as error:
@@ -201,7 +201,7 @@ def parse_architecture(
         ) from None
 
 
-def _validate_and_parse_config(config: Mapping[str, Any], config_file: str) -> Architecture:
+def _parse_config(config: Mapping[str, Any], config_file: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in MEGATRON_MODEL_TYPES or not _fits_megatron_layers(config):
         return _parse_for_transformers(family, config, config_file)
