@@ -14,6 +14,7 @@ from areal_hpc.cli.arguments import (
     CommandTable,
     argument,
     flag,
+    parse_positive_int,
 )
 from areal_hpc.errors import RecipeError, RunInterruptedError
 
@@ -32,7 +33,7 @@ commands = CommandTable()
     "try",
     RECIPE,
     OVERRIDES,
-    argument("-n", "--tasks", "tasks to play (%(default)s)", type=int, default=3),
+    argument("-n", "--tasks", "tasks to play (%(default)s)", type=parse_positive_int, default=3),
     argument("--base-url", "a running SGLang generates the replies", metavar="URL"),
 )
 def _run_trial_episodes(arguments: argparse.Namespace) -> int:
@@ -49,8 +50,6 @@ def _run_trial_episodes(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.formatting import say
 
-    if arguments.tasks < 1:
-        raise RecipeError(f"expected 1 task or more, got {arguments.tasks}", key="--tasks")
     try:
         return run_trial(
             load_recipe(arguments.recipe, arguments.overrides),

@@ -7,7 +7,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_hpc.cli.arguments import (
@@ -28,6 +29,11 @@ MAX_LISTED_FAULTS = 20
 DEFAULT_SHOWN_ROWS = 5
 ANSI_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """ANSI foreground colors that are readable on dark and on light."""
+
+NAMES = argument(
+    "names", "jobs (cell-0), processes (proxy), or both (cell-0/proxy)", nargs="*", default=[]
+)
+RUN_OR_SHARD = argument("run", "a run directory, or one shard file", type=Path)
 
 commands = CommandTable()
 commands.add_group("shards", "inspect recorded trajectories")
@@ -96,9 +102,7 @@ def _watch_run(arguments: argparse.Namespace) -> int:
 @commands.add(
     "logs",
     RUN,
-    argument(
-        "names", "jobs (cell-0), processes (proxy), or both (cell-0/proxy)", nargs="*", default=[]
-    ),
+    NAMES,
     flag("-f", "--follow", "keep printing new lines"),
     argument("-n", "--lines", "lines to show (%(default)s)", type=int, default=40),
     flag("--all", "also the lines that SGLang writes for every batch and request"),
@@ -151,13 +155,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@commands.add(
-    "stacks",
-    RUN,
-    argument(
-        "names", "jobs (cell-0), processes (proxy), or both (cell-0/proxy)", nargs="*", default=[]
-    ),
-)
+@commands.add("stacks", RUN, NAMES)
 def _show_stacks(arguments: argparse.Namespace) -> int:
     """Show what each thread of a running process does, such as of one that hangs.
 
@@ -303,7 +301,7 @@ def _list_shards(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "shards show",
-    argument("run", "a run directory, or one shard file", type=Path),
+    RUN_OR_SHARD,
     [
         argument("row", "row, counted over the run's shards (or in the file)", type=int, nargs="?"),
         argument("--ticket", "every row of this ticket", type=int),
@@ -321,7 +319,6 @@ def _list_shards(arguments: argparse.Namespace) -> int:
         "--rows",
         "print at most so many rows, the last ones unless sorted; default 5, all of a ticket",
         type=parse_positive_int,
-        metavar="COUNT",
     ),
     flag("--tokens", "one line per token"),
 )
@@ -336,8 +333,7 @@ def _show_rows(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.shard_report import find_tokenizer_file, format_tokens
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows, format_groups
 
-    path = arguments.run.resolve()
-    paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+    path, paths = _parse_run_or_shard(arguments.run)
     max_rows = arguments.rows or (DEFAULT_SHOWN_ROWS if arguments.ticket is None else None)
     query = RowQuery(arguments.where, arguments.ticket, arguments.row, arguments.sort, max_rows)
     rows, matching = find_rows(path, query)
@@ -353,7 +349,7 @@ def _show_rows(arguments: argparse.Namespace) -> int:
 
 @commands.add(
     "shards export",
-    argument("run", "a run directory, or one shard file", type=Path),
+    RUN_OR_SHARD,
     argument(
         "--format", "format of the file", choices=("jsonl", "parquet", "sft", "atif"), required=True
     ),
@@ -376,24 +372,14 @@ def _export_rows(arguments: argparse.Namespace) -> int:
     $ areal-hpc shards export runs/quickstart/demo --format sft --out good.jsonl \
     $     --where "kind=train and reward>=1"
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from areal_hpc.view.transcripts.export import export_rows
     from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 
-    path = arguments.run.resolve()
-    paths = RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+    path, paths = _parse_run_or_shard(arguments.run)
     rows, _ = find_rows(path, RowQuery(arguments.where))
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("writing", total=len(rows))
+    with _open_progress_bar("writing") as show:
         report = export_rows(
-            rows,
-            arguments.format,
-            arguments.out,
-            paths,
-            lambda done: progress.update(task, completed=done),
+            rows, arguments.format, arguments.out, paths, lambda done: show(done, len(rows))
         )
     left_out = f"; {report.left_out} without messages left out" if report.left_out else ""
     print(f"{arguments.out}: {report.written} rows{left_out}")
@@ -408,18 +394,28 @@ def _verify_shards(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc shards verify runs/quickstart/demo
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from areal_hpc.shards.verify import verify_run
     from areal_hpc.view.shard_report import format_verification
 
-    paths = parse_run_dir(arguments.run)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("verifying", total=None)
-        report = verify_run(
-            paths, lambda done, total: progress.update(task, completed=done, total=total)
-        )
+    with _open_progress_bar("verifying") as show:
+        report = verify_run(parse_run_dir(arguments.run), show)
     print(format_verification(report))
     return ShardError.exit_code if report.problems else 0
+
+
+def _parse_run_or_shard(path: Path) -> tuple[Path, RunPaths]:
+    """Return the resolved path, and the run that it is or lies in."""
+    path = path.resolve()
+    return path, RunPaths(path.parent.parent) if path.is_file() else parse_run_dir(path)
+
+
+@contextmanager
+def _open_progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error; the yielded function takes what is done and the total."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

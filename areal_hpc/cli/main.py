@@ -38,7 +38,7 @@ HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
 }
 UNWRITABLE_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of storage that is full, over quota or read-only, which no argument has caused."""
-VARIADIC_ARGUMENTS = ("overrides", "names")
+VARIADIC_ARGUMENTS = ("overrides", "names", "words")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -127,7 +127,8 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         "words",
         "claude-code, codex, gemini-cli, qwen-code or opencode, then a run, `--`, and further "
         "arguments of the program; or a run, `--`, and any command",
-        nargs="+",
+        nargs="*",
+        default=[],
         metavar="HARNESS RUN",
     ),
     flag("--print-env", "print the variables in place of starting a program, and wait for Enter"),
@@ -147,11 +148,12 @@ def _start_program(arguments: argparse.Namespace) -> int:
     from areal_hpc.agents.harness.programs import HARNESSES
 
     words = [*arguments.words]
-    is_harness = words[0] in HARNESSES or not ("/" in words[0] or Path(words[0]).exists())
+    first = words[0] if words else ""
+    is_harness = first in HARNESSES or not ("/" in first or Path(first).exists())
     harness = words.pop(0) if is_harness else ""
     if not words or not (harness or words[1:] or arguments.print_env):
         raise RecipeError(
-            f"expected a harness and a run, or a run and a command, got {arguments.words[0]} alone",
+            f"expected a harness and a run, or a run and a command, got {first or 'nothing'}",
             key="HARNESS RUN",
             hint="areal-hpc start claude-code RUN, or areal-hpc start RUN -- COMMAND",
         )
