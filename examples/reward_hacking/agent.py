@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from openai import AsyncOpenAI
-
+from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.wire.agent_reward import Reward
 
 Verifier = Callable[[str, dict[str, Any]], bool]
@@ -39,15 +38,8 @@ class CheatableAgent:
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
-        client = AsyncOpenAI(
-            base_url=extra_kwargs["base_url"],
-            api_key=extra_kwargs["api_key"],
-            http_client=extra_kwargs["http_client"],
-        )
-        completion = await client.chat.completions.create(
-            model="default",
-            messages=data["messages"],
-            max_completion_tokens=self.max_tokens,
+        completion = await make_client(extra_kwargs).chat.completions.create(
+            model="default", messages=data["messages"], max_completion_tokens=self.max_tokens
         )
         text = completion.choices[0].message.content or ""
         answer = text.rpartition("Answer:")[2].strip()
