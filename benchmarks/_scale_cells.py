@@ -178,7 +178,7 @@ class OpenGate(ReplicaGate):
     """The gate of a cell that needs no replica."""
 
     async def run(self, on_open: Callable[[], None]) -> None:
-        self._opened.set()
+        self.opened.set()
         await asyncio.Event().wait()
 
 

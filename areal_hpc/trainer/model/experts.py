@@ -80,7 +80,8 @@ class _MovedStates(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _move_states(gradient, *ctx.saved_tensors, not ctx.sums), None, None, None
+        visits_R, rows_TK = ctx.saved_tensors
+        return _move_states(gradient, visits_R, rows_TK, not ctx.sums), None, None, None
 
 
 def _move_states(
