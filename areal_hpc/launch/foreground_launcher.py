@@ -36,7 +36,7 @@ from areal_hpc.rundir.telemetry.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROL
 from areal_hpc.slurm.scontrol import Allocation
 from areal_hpc.slurm.submit import JobHandle, stop_jobs
 
-POLL_S = 0.2
+POLL_S = 0.5
 STOP_MARGIN_S = 3.0
 """Time beyond a job's own grace time before the launcher kills it."""
 STOPPING_MESSAGE = (

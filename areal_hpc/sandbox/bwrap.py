@@ -131,6 +131,7 @@ def build_bwrap_options(
     files: Mapping[str, bytes],
     closed: Iterable[str] = ("/dev", "/"),
     network: Network = "none",
+    working_dir: str = "/",
 ) -> list[str]:
     """Build the options of one call of bubblewrap.
 
@@ -143,6 +144,7 @@ def build_bwrap_options(
         files: Contents of files, by path.
         closed: Mounts that become read-only in the end.
         network: Network of the sandbox; `open` shares this machine's.
+        working_dir: Folder in which the program starts.
     """
     options = [*_ISOLATION_OPTIONS, *(["--share-net"] if network == "open" else [])]
     options += [*root, "--proc", "/proc", "--dev", "/dev", *writable]
@@ -154,7 +156,7 @@ def build_bwrap_options(
         options += ["--perms", "0644", "--ro-bind-data", contents.add(content), path]
     for path in closed:
         options += ["--remount-ro", path]
-    return [*options, "--chdir", "/"]
+    return [*options, "--chdir", working_dir]
 
 
 def build_guest_options(guest: Guest, contents: ContentDescriptors) -> list[str]:

@@ -154,13 +154,14 @@ def open_worker_command(
             readonly=[*system, *zip(sources, folders, strict=True)],
             links=links,
             files={f"{GUEST_DIR}/{file.name}": file.read_bytes() for file in files},
+            working_dir="/tmp",
         )
         if (program_filter := build_seccomp_filter()) is not None:
             options += ["--seccomp", contents.add(program_filter)]
         program = [python, f"{GUEST_DIR}/{scripts[0].name}", json.dumps(request)]
         user_arguments = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}
         yield {
-            "args": [*prefix, str(bwrap), *options, "--chdir", "/tmp", "--", *program],
+            "args": [*prefix, str(bwrap), *options, "--", *program],
             "env": _VARIABLES,
             "cwd": "/",
             "pass_fds": contents.descriptors,
