@@ -40,11 +40,13 @@ def format_step_number(row: MetricRow, total: int | None) -> str:
 
 
 def list_step_figures(row: MetricRow) -> Iterator[str]:
-    """Yield the rewards of a step, its own first, and its speed."""
+    """Yield the rewards or losses of a step, its own first, and its speed."""
     if "reward/mean" in row:
         yield f"reward {format_metric(row['reward/mean'], '.3f')}"
     elif "loss" in row:  # supervised fine-tuning
         yield f"loss {format_metric(row['loss'], '.4f')}"
+    if "eval/loss" in row:
+        yield f"held-out loss {format_metric(row['eval/loss'], '.4f')}"
     if VALIDATION_REWARD_METRIC in row:
         yield f"held-out {format_metric(row[VALIDATION_REWARD_METRIC], '.3f')}"
     else:
@@ -109,12 +111,10 @@ def compute_trained_tokens_per_s(rows: Sequence[MetricRow]) -> float:
 
 
 def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
-    times_s: list[float] = [
-        row["time/step_s"] for row in rows if row.get("time/step_s") and row["step"] > 0
-    ]
+    times_s = [row["time/step_s"] for row in rows if row.get("time/step_s") and row["step"] > 0]
     if not times_s:
         return None
-    return statistics.median(times_s[-MAX_PACE_STEPS:]) * max(0, total - int(rows[-1]["step"]))
+    return float(statistics.median(times_s[-MAX_PACE_STEPS:]) * max(0, total - rows[-1]["step"]))
 
 
 def describe_step_times(times: StepTimes) -> str:

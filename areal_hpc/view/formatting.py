@@ -1,6 +1,7 @@
 """Formatting of tables, durations, times, metric values, answers and commands for people."""
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -126,7 +127,9 @@ def format_answer(answer: Answer, run: str) -> list[str]:
 
 def get_program_command() -> str:
     path = Path(sys.argv[0])
-    return shlex.quote(str(path)) if path.name == "areal-hpc" else "python -m areal_hpc"
+    if path.name != "areal-hpc":
+        return "python -m areal_hpc"
+    return path.name if shutil.which(path.name) == str(path) else shlex.quote(str(path))
 
 
 def format_next_command(command: str, paths: RunPaths) -> str:

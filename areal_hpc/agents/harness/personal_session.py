@@ -259,4 +259,4 @@ def _describe_fate(
     if opened.task is not None:
         return f"reward {ended.reward:.3g}: trained when the group of its task is complete"
     show = f"{format_next_command('shards show', paths)} --where kind=personal"
-    return f"reward {ended.reward:.3g}: kept and never trained ({show}, in a minute)"
+    return f"reward {ended.reward:.3g}: kept and never trained. In a minute:\n  {show}"

@@ -20,7 +20,6 @@ from areal_hpc.metrics.alerts import Alert, AlertTracker
 from areal_hpc.metrics.step_line import (
     draw_sparkline,
     estimate_remaining_s,
-    format_metric,
     format_step_line,
     format_step_number,
     list_step_figures,
@@ -68,7 +67,7 @@ class PlainReporter:
         self._view = RunView(paths)
         shown = MAX_EARLIER_STEPS if joins_run else 0
         self._last_step = _get_last_step(self._view.steps[: max(0, len(self._view.steps) - shown)])
-        self._last_sft = _get_last_step(self._view.sft)
+        self._last_sft = max(0, _get_last_step(self._view.sft))
         self._evaluated = _list_evaluated_steps(self._view.steps)
         self._alerts: AlertTracker | None = None
         self._refreshed_at = 0.0
@@ -104,8 +103,9 @@ class PlainReporter:
     def _describe_phase(self, stage: str) -> str:
         if stage == "train":
             return self._phase.describe(self._view.ledger)
-        step = max(0, _get_last_step(self._view.sft))
-        return f"supervised fine-tuning: step {step} of {self._sft_steps}"
+        if not (rows := self._view.sft):
+            return "SFT: no step yet" if stage == "sft" else ""  # a replay has no such stage
+        return f"SFT: {', '.join(self._list_figures(rows, self._sft_steps))}"
 
     def report_new_events(self) -> None:
         for event in self._events.read_new_events():
@@ -118,12 +118,12 @@ class PlainReporter:
         steps, sft = self._view.steps, self._view.sft
         # Both go back when a run starts over or resumes from a checkpoint.
         self._last_step = min(self._last_step, _get_last_step(steps))
-        self._last_sft = min(self._last_sft, _get_last_step(sft))
+        self._last_sft = max(0, min(self._last_sft, _get_last_step(sft)))
         for row in sft:
-            if row["step"] >= self._last_sft + self._sft_steps / MAX_SFT_LINES:
+            silent_steps = 1 if "eval/loss" in row else self._sft_steps / MAX_SFT_LINES
+            if row["step"] >= self._last_sft + silent_steps:
                 self._last_sft = row["step"]
-                loss = format_metric(row["loss"], ".4f")
-                self.print_line(f"SFT      {row['step']:>5}/{self._sft_steps}  loss {loss}")
+                self.print_line(f"SFT {format_step_line(row, self._sft_steps)}")
         for number, row in enumerate(steps):
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
@@ -140,12 +140,13 @@ class PlainReporter:
         self._evaluated = _list_evaluated_steps(steps)
 
     def _print_step(self, rows: Sequence[dict[str, Any]]) -> None:
-        left = self._describe_time_left(rows)
-        self.print_line("  ".join((format_step_line(rows[-1], self._total_steps), *left)))
+        number = format_step_number(rows[-1], self._total_steps)
+        self.print_line("  ".join((number, *self._list_figures(rows, self._total_steps))))
 
-    def _describe_time_left(self, rows: Sequence[dict[str, Any]]) -> list[str]:
-        left_s = estimate_remaining_s(rows, self._total_steps)
-        return [f"{format_duration(left_s)} left"] if left_s else []
+    def _list_figures(self, rows: Sequence[dict[str, Any]], total: int) -> list[str]:
+        left_s = estimate_remaining_s(rows, total)
+        left = [f"{format_duration(left_s)} left"] if left_s else []
+        return [*list_step_figures(rows[-1]), *left]
 
     def _report_alert(self, alert: Alert) -> None:
         self.print_line(format_alert(alert))
@@ -200,7 +201,7 @@ class LiveReporter(PlainReporter):
 
     def _print_step(self, rows: Sequence[dict[str, Any]]) -> None:
         number = format_step_number(rows[-1], self._total_steps)
-        figures = (*list_step_figures(rows[-1]), *self._describe_time_left(rows))
+        figures = self._list_figures(rows, self._total_steps)
         # Not arguments of `print`, which would apply to the live line, too, and change its height.
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(number, style="bold")
@@ -218,16 +219,16 @@ class LiveReporter(PlainReporter):
 
     def _refresh(self, stage: str) -> None:
         self.report_new_steps()
-        rows, total, name = self._view.steps, self._total_steps, "step"
+        rows, total = self._view.steps, self._total_steps
         if stage == "sft":
-            rows, total, name = self._view.sft, self._sft_steps, "SFT step"
+            rows, total = self._view.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
         line = Table.grid(padding=(0, 2), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(width=16)
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         line.add_row(
-            Text(f"{name} {done}/{total}", style="bold"),
+            Text(f"step {done}/{total}", style="bold"),
             ProgressBar(total=total, completed=done),
             Text(escape_controls(self._describe_phase(stage))),
         )

@@ -82,10 +82,8 @@ def format_run_progress(view: RunView) -> list[str]:
         case str(isolation):
             lines.append(f"  agent's sandbox   {isolation}")
     if view.held_resources is not None and view.steps:
-        lines += [
-            f"  idle              {text}"
-            for text in describe_idle_time(view.steps, view.held_resources)
-        ]
+        idle = describe_idle_time(view.steps, view.held_resources)
+        lines += [f"  idle              {text}" for text in idle]
     missing_s = measure_cell_wait_s(view.recent_events, now)
     if missing_s is not None and not view.paths.finished_marker.exists():
         lines.append(f"  idle              no cell has been there for {format_duration(missing_s)}")
@@ -170,8 +168,7 @@ def summarize_run(view: RunView, program: str) -> str:
         if compared
         else "  engine vs trainer not compared",
         f"  staleness         {format_metric(last.get('staleness/mean'), '.2f')} mean, "
-        f"{oldest} max; "
-        f"{spanning} replies contain tokens of two weight versions",
+        f"{oldest} max; {spanning} replies contain tokens of two weight versions",
         f"  run directory     {root}",
     ]
     if exported.is_dir():
@@ -192,8 +189,7 @@ def summarize_run(view: RunView, program: str) -> str:
 def _describe_sft(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for title, metric in (("SFT loss", "loss"), ("held-out loss", "eval/loss")):
-        values = [format_metric(row[metric], ".4f") for row in rows if metric in row]
-        if values:
+        if values := [format_metric(row[metric], ".4f") for row in rows if metric in row]:
             lines.append(f"  {title:<17} {values[0]} -> {values[-1]}")
     return lines
 

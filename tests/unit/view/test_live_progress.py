@@ -18,7 +18,9 @@ import pytest
 from rich.cells import cell_len
 
 from areal_hpc.metrics.step_line import SPARKLINE_BLOCKS, draw_sparkline, format_step_line
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.commands import exit_code_of
 from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
@@ -111,6 +113,24 @@ def test_watch_shows_steps_and_alerts_within_the_terminal(
     assert "…" not in shown, "an alert that is cut while a step is printed leaves a line behind"
     if is_live:
         assert max(map(cell_len, lines)) <= columns
+
+
+def test_an_sft_stage_shows_its_losses_with_the_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MadeRun(tmp_path, sft={"total_steps": 100})
+    reporter = PlainReporter(run.paths, total_steps=100, sft_steps=100)
+    reporter.show_progress("replay")
+    assert capsys.readouterr().out == ""
+    for step in range(1, 5):
+        row = {"step": step, "loss": 0.5, "time/step_s": 1.0, "tokens/trained": 500}
+        append_line(run.paths.sft_metrics, row | ({"eval/loss": 0.25} if step == 4 else {}))
+    with hold_lock(run.paths.lock):
+        shown = watch_at_terminal(run, 100, "96 s left")
+    assert "SFT: loss 0.5000, held-out loss 0.2500, 500 tokens/s, 96 s left" in shown
+    reporter.report_new_steps()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SFT")]
+    assert lines == ["SFT step      4/100  loss 0.5000  held-out loss 0.2500  500 tokens/s"]
 
 
 @pytest.mark.parametrize(("steps", "first_shown"), [(30, 21), (6, 1)])

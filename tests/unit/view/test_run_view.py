@@ -25,6 +25,7 @@ from areal_hpc.view.answers.slow_run import measure_mean_step_parts
 from areal_hpc.view.batch_episodes import sum_batch_waits
 from areal_hpc.view.dashboard.report import write_report
 from areal_hpc.view.dashboard.run_pages import describe_run_overview
+from areal_hpc.view.formatting import get_program_command
 from areal_hpc.view.state.jobs import JobView, RunJobs
 from areal_hpc.view.state.live_progress import PlainReporter
 from areal_hpc.view.state.run_data import Columns
@@ -376,3 +377,15 @@ def test_the_example_of_the_documentation_runs(made: MadeRun) -> None:
     assert names["taught_nothing"] == 0.5
     assert names["surprise"] == pytest.approx(0.5)
     assert names["mean_length"] == 2.5
+
+
+def test_printed_commands_name_the_program_as_the_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "areal-hpc"
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert get_program_command() == "areal-hpc"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert get_program_command() == str(program)
