@@ -8,6 +8,7 @@ regard to case. A field that a row lacks compares as unequal to everything.
 import re
 import sqlite3
 from contextlib import closing
+from ctypes import c_double, c_float
 from typing import NamedTuple
 
 from areal_hpc.errors import RecipeError
@@ -104,7 +105,8 @@ def _compile_comparison(field: str, sign: str, value: str, text: str) -> SqlCond
     else:
         sql = f"{column} {_SQL_OPERATOR_BY_SIGN.get(sign, sign)} ?"
     try:
-        compared = float(wanted) if kind is float else wanted
+        number = c_float if field == "reward" else c_double  # shards hold rewards as float32
+        compared = number(float(wanted)).value if kind is float else wanted
     except ValueError:
         raise _build_filter_error(f"{field} is a number, got {wanted!r}", text) from None
     # A field that a row lacks compares as unequal to everything.

@@ -275,6 +275,12 @@ def test_a_filter_reads_the_whole_of_a_long_conversation(paths: RunPaths) -> Non
     assert (row.read().ticket_id, count) == (1, 1)
 
 
+@pytest.mark.parametrize(("text", "count"), [("=0.8", 1), ("<=0.8", 1), ("!=0.8", 0), ("<0.8", 0)])
+def test_a_filter_finds_a_reward_as_it_is_shown(paths: RunPaths, text: str, count: int) -> None:
+    seal_in(paths, [trajectory(1, reward=0.8)])
+    assert find_rows(paths.root, RowQuery(f"reward{text}"))[1] == count
+
+
 def test_rows_of_a_damaged_shard_are_no_rows_left_out(paths: RunPaths) -> None:
     damaged = paths.shards_dir / seal_in(paths, [trajectory(1)]).file
     seal_in(paths, [trajectory(2)])
