@@ -113,7 +113,7 @@ def find_memory_problems(
 
 
 def build_memory_report(recipe: Recipe) -> Iterator[str]:
-    """Report, line by line, the memory of a GPU by its uses; warn of parts that do not fit."""
+    """Report, line by line, a process's memory by its uses; warn of parts that fit no GPU."""
     try:
         arch = read_recipe_architecture(recipe)
     except RecipeError as error:
@@ -138,7 +138,9 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
             arch, trainer = sft_arch, memory
     serving = estimate_serving_memory(arch, recipe.inference, recipe.trainer.dtype, gpu_bytes)
     gpu_size = "" if gib is None else f" of {gib:g}"
-    yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
+    needs_gpus = recipe.trainer.device != "cpu"
+    whose = "one GPU" if needs_gpus else "a process on the CPU"
+    yield f"memory of {whose} in GiB, estimated ({count_model_parameters(arch):,} parameters)"
     network = arch.family
     if lora is not None:
         network += " with an adapter"
@@ -151,7 +153,8 @@ def _build_gpu_memory_report(recipe: Recipe, arch: Architecture) -> Iterator[str
         yield f"    with a critic of {parameters}, trained after the policy"
     yield from _format_serving_lines(serving, recipe, gpu_size)
     if gpu_bytes is None:
-        yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
+        if needs_gpus:
+            yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
         return
     change = ""
     if trainer.total > gpu_bytes:

@@ -34,6 +34,7 @@ from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent, make_http_client
+from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.episodes.episode_spec import (
@@ -49,6 +50,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import derive_bearer_key, ensure_service_key, format_proxy_name
 from areal_hpc.rundir.run_inputs import TaskSet, TrainSources
 from areal_hpc.rundir.service_client import AsyncServiceClient
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction
 from areal_hpc.trainer.batch.untrained import count_untrainable_tokens
@@ -389,6 +391,7 @@ async def _play_tasks(config: TrialConfig, agents: Sequence[Agent], cell: TrialC
         sandboxes = make_agent_sandboxes(rollout.agent, warm=0)
     outcomes: list[EpisodeOutcome] = []
     first_failures: dict[str, int] = {}
+    watching = asyncio.create_task(EpisodeWatch(EventLog(paths.events, "trial")).run())
     try:
         for number in range(len(tasks)):
             agent = agents[sources.find_index(number)]
@@ -417,6 +420,7 @@ async def _play_tasks(config: TrialConfig, agents: Sequence[Agent], cell: TrialC
             lines = format_trial(number, outcome, session, printed)
             print(escape_controls("\n".join(lines)), flush=True)
     finally:
+        watching.cancel()
         await http_client.aclose()
         await proxy.close()
         for worker in workers:

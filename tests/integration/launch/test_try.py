@@ -105,6 +105,14 @@ def test_a_failing_agent_is_told_with_its_place_and_ends_with_70(
     assert "0 of 2 episodes ended well" in ended.stdout
 
 
+def test_an_agent_that_blocks_its_event_loop_is_named(recipe: tuple[str, ...]) -> None:
+    agent = "rollout.workflow=tests.support.broken_agents.BlocksLoop"
+    ended = areal_hpc("try", *recipe, agent, "-n", "1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "the agent has blocked the event loop for" in ended.stderr
+    assert "broken_agents.py:68" in ended.stderr
+
+
 def test_an_agent_in_a_process_of_its_own_is_tried_as_well(recipe: tuple[str, ...]) -> None:
     mode = "rollout.agent.mode=subproc"
     ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.ProcessAgent", mode, "-n", "1")

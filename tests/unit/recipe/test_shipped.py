@@ -29,7 +29,9 @@ def test_every_recipe_is_planned_by_its_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a checkout's folders are not looked at
     assert exit_code_of("plan", name) == 0
-    assert "\n  job " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n  job " in shown
+    assert "qwen" in name or "memory of one GPU" not in shown
 
 
 def test_the_list_has_every_recipe_quick_start_first(capsys: pytest.CaptureFixture[str]) -> None:
