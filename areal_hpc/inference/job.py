@@ -66,7 +66,7 @@ def run(config: dict[str, Any]) -> None:
             for replica in replicas:
                 replica.maintain_server_once()
                 if traces is not None:
-                    traces.begin_due_trace(replica.build_view())
+                    traces.begin_due_trace(replica)
             stop.wait(REPLICA_POLL_S)
     finally:
         rendezvous.remove_own_endpoint(paths.rendezvous_dir, service)

@@ -94,6 +94,8 @@ class Replica:
         self._events = events
         self.clock = clock
         """Clock of all times here; it stops while this process is paused."""
+        self.is_traced = False
+        """Whether SGLang's profiler runs: its server answers nothing while it writes a trace."""
         self._policy = policy
         self._loaded_version = loaded_version
         self._lock = threading.RLock()
@@ -158,7 +160,7 @@ class Replica:
         elif self._close_overdue_update(now):
             self._recover_from_lost_sender(self._server)
         elif self._probe is not None and self._probe.check_silence(
-            may_ask=not self._update_state.has_sender
+            may_ask=not (self._update_state.has_sender or self.is_traced)
         ):
             timeout_s = self._config.health_timeout_s
             self._replace_server(self._server, f"was unresponsive for {timeout_s:.0f} s")

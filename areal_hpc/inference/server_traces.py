@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from areal_hpc.inference.replica import Replica
 from areal_hpc.recipe.sections.trainer import ProfileConfig
 from areal_hpc.rundir.files import write_atomic
 from areal_hpc.rundir.paths import RunPaths
@@ -35,16 +36,18 @@ class ServerTraces:
         self._traced_steps: set[tuple[int, int]] = set()
         """Replica and step of every trace that was begun."""
 
-    def begin_due_trace(self, view: ReplicaView) -> None:
+    def begin_due_trace(self, replica: Replica) -> None:
         """Begin to trace a replica if the recipe names the step after the weights it serves."""
+        view = replica.build_view()
         if not view.version:
             return
         step = WeightVersion.parse(view.version).step + 1
         if step in self._config.steps and (view.index, step) not in self._traced_steps:
             self._traced_steps.add((view.index, step))
-            threading.Thread(target=self._trace, args=(view, step), daemon=True).start()
+            replica.is_traced = True
+            threading.Thread(target=self._trace, args=(replica, view, step), daemon=True).start()
 
-    def _trace(self, view: ReplicaView, step: int) -> None:
+    def _trace(self, replica: Replica, view: ReplicaView, step: int) -> None:
         headers = build_key_header(view.keys.admin)
         try:
             with (
@@ -61,3 +64,5 @@ class ServerTraces:
                     write_atomic(self._paths.profile(step, source.name), source.read_bytes())
         except (httpx.HTTPError, OSError) as error:
             log.warning("step %d: replica %d was not traced: %s", step, view.index, error)
+        finally:
+            replica.is_traced = False

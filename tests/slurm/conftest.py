@@ -9,6 +9,8 @@ from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT
 
+GRACE_S = round(scaled(30))
+"""Time that preempted jobs have to save; one that has saved ends at once."""
 collect_ignore = [] if list_unpacked_versions(CHECKOUT) else ["test_releases.py"]
 """The last line of `make test` names what is missing."""
 
@@ -16,7 +18,7 @@ collect_ignore = [] if list_unpacked_versions(CHECKOUT) else ["test_releases.py"
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     state_dir = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(state_dir, "--nodes=4", f"--grace-s={scaled(5):.0f}") as cluster:
+    with devcluster(state_dir, "--nodes=4", f"--grace-s={GRACE_S}") as cluster:
         yield cluster
 
 
@@ -33,4 +35,4 @@ def cancelling(cluster: Devcluster) -> Iterator[Devcluster]:
     update = ("scontrol", "update", "PartitionName=scavenger")
     cluster.slurm(*update, "PreemptMode=CANCEL", "GraceTime=0")
     yield cluster
-    cluster.slurm(*update, "PreemptMode=REQUEUE", "GraceTime=5")
+    cluster.slurm(*update, "PreemptMode=REQUEUE", f"GraceTime={GRACE_S}")
