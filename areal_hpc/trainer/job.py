@@ -225,7 +225,7 @@ def _train_on_recorded_batches(
             paths.train_source_sizes, job.recipe.train_source_names
         ),
         source_objectives=resolve_source_objectives(job.recipe),
-        last_recorded_step=job.first_changed_step or math.inf,
+        first_changed_step=job.first_changed_step or math.inf,
     )  # fmt: skip
     # Tokens keep their age: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)

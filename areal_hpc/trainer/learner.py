@@ -88,7 +88,7 @@ class Learner:
 
     `model_path` has the weights before the first checkpoint, and the files that exports copy. The
     best checkpoint by `keep_best`, the metric of `evaluation.keep_best`, is never deleted. A replay
-    may learn something else from `last_recorded_step` on: it begins with weights of the engine.
+    learns something else from `first_changed_step` on; that step has the engine's weights.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Learner:
         keep_best: str = "",
         sources: TrainSources = NO_SOURCES,
         source_objectives: Sequence[ObjectiveConfig] = (),
-        last_recorded_step: float = math.inf,
+        first_changed_step: float = math.inf,
     ) -> None:
         custom_loss = load_custom_loss(config.objective)  # may fail: comes before slow work
         arch, base = read_architecture(model_path, config.lora), ""
@@ -120,7 +120,7 @@ class Learner:
         self._objectives = SourceObjectives(sources, source_objectives or [config.objective])
         self._paths = paths
         self._shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
-        self._check_generation, self._last_recorded_step = check_generation, last_recorded_step
+        self._check_generation, self._first_changed_step = check_generation, first_changed_step
         self._model_path = model_path
         self._events = EventLog(paths.events, "trainer")
         self._annotator = StepAnnotator(config, paths)
@@ -205,7 +205,7 @@ class Learner:
                 scores = self._score_batch(manifest.step, batch)
         with timer.time_phase("pack"):
             rows = self._objectives.build_rows(batch, self.version, self.state.forks, scores)
-            if manifest.step > self._last_recorded_step:  # the engine never had these weights
+            if manifest.step > self._first_changed_step:  # the engine never had these weights
                 for row in rows:
                     row.channels[Channel.CURRENT_WEIGHTS][:] = 0
             minibatches = split_minibatches(rows, config.minibatches)
