@@ -133,7 +133,7 @@ class RunView:
     @property
     def total_steps(self) -> int:
         section = "sft" if self.is_sft_alone else "trainer"
-        return int(self.recipe[section].get("total_steps") or 0)
+        return int(get_recipe_value(self.recipe, f"{section}.total_steps") or 0)
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
