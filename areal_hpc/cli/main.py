@@ -92,13 +92,15 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     exit_on_unknown_command(parser, argv)
     arguments, rest = parser.parse_known_args(argv)
     variadic = next((name for name in VARIADIC_ARGUMENTS if hasattr(arguments, name)), None)
-    if rest and (variadic is None or any(item.startswith("-") for item in rest)):
+    end = rest.index("--") if "--" in rest else len(rest)  # of what may be options
+    if rest and (variadic is None or any(item.startswith("-") for item in rest[:end])):
         # The parser of the command, which prints the usage of the command.
         arguments.parser.error(
             describe_unknown_arguments(rest, argv, takes_keys=variadic == "overrides")
         )
     if variadic is not None:
-        setattr(arguments, variadic, [*getattr(arguments, variadic), *rest])
+        words = [*getattr(arguments, variadic), *rest[:end], *rest[end + 1 :]]
+        setattr(arguments, variadic, words)
     return arguments
 
 

@@ -125,27 +125,34 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     "start",
     argument(
         "words",
-        "claude-code, codex, gemini-cli, qwen-code or opencode, then a run, `--`, and further "
-        "arguments of the program; or a run, `--`, and any command",
+        "claude-code, codex, gemini-cli, qwen-code or opencode, then a run or a model's directory, "
+        "`--`, and further arguments of the program; or a run or a model, `--`, and any command",
         nargs="*",
         default=[],
-        metavar="HARNESS RUN",
+        metavar="HARNESS RUN|MODEL",
     ),
-    flag("--print-env", "print the variables in place of starting a program, and wait for Enter"),
+    flag(
+        "--print-env",
+        "print the variables in place of starting a program, and wait for Enter or Ctrl-C",
+    ),
+    argument("--recipe", "the recipe by which a model is served", type=Path),
 )
 def _start_program(arguments: argparse.Namespace) -> int:
-    """Open your own coding harness on the policy of a live run, and judge it.
+    """Open your own coding harness on a live run's policy or on a model, and judge it.
 
     Its session is recorded with your verdict as the reward: as an episode of the run if that has
-    rollout.agent.mode=online and train_on=people, else apart from what is trained. Your own
-    settings of the program are not changed.
+    rollout.agent.mode=online and train_on=people, else apart from what is trained. A model is
+    served on this machine until the program ends. Your own settings of the program are not changed.
 
     $ areal-hpc start claude-code runs/math/first
+    $ areal-hpc start claude-code my_model --recipe my_recipe.yaml
     $ areal-hpc start claude-code runs/math/first -- --resume
     $ areal-hpc start runs/math/first -- aider --model openai/default
     """
-    from areal_hpc.agents.harness.personal_session import hold_session
+    from areal_hpc.agents.harness.personal_session import find_terminal_use, hold_session
     from areal_hpc.agents.harness.programs import HARNESSES
+    from areal_hpc.launch.serving import build_serving_recipe, serve_model
+    from areal_hpc.view.formatting import say
 
     words = [*arguments.words]
     first = words[0] if words else ""
@@ -153,12 +160,20 @@ def _start_program(arguments: argparse.Namespace) -> int:
     harness = words.pop(0) if is_harness else ""
     if not words or not (harness or words[1:] or arguments.print_env):
         raise RecipeError(
-            f"expected a harness and a run, or a run and a command, got {first or 'nothing'}",
-            key="HARNESS RUN",
+            "expected a harness and a run or a model, or a run or a model and a command, got "
+            f"{first or 'nothing'}",
+            key="HARNESS RUN|MODEL",
             hint="areal-hpc start claude-code RUN, or areal-hpc start RUN -- COMMAND",
         )
-    paths = _require_own_run(Path(words.pop(0)))
-    hold_session(paths, harness, words, only_prints=arguments.print_env)
+    place = Path(words.pop(0))
+    use = find_terminal_use(harness, words)
+    if RunPaths(place).recipe.exists():
+        if arguments.recipe is not None:
+            raise RecipeError("a run has its own recipe", key="--recipe", hint="leave it out")
+        hold_session(_require_own_run(place), use, words, only_prints=arguments.print_env)
+        return 0
+    with serve_model(build_serving_recipe(place, arguments.recipe), say) as paths:
+        hold_session(paths, use, words, only_prints=arguments.print_env)
     return 0
 
 

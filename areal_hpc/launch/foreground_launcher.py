@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
@@ -214,7 +215,7 @@ class ForegroundLauncher:
         if self._jobs[0].handle.is_done() and stage.done_marker.exists():
             return True
         for job in list(self._jobs):
-            failure = self._find_job_failure(job)
+            failure = find_job_failure(job.handle, self._log_dir)
             if failure is not None and not stage.done_marker.exists():
                 self._place.check_place()
                 self._handle_job_failure(stage, job, failure)
@@ -250,16 +251,17 @@ class ForegroundLauncher:
             job.handle = self._submit_job(job.spec)
             job.progress_at_submission, job.submitted_at = progress, now
 
-    def _find_job_failure(self, job: _JobInProgress) -> JobFailedError | None:
-        handle = job.handle
-        is_done = handle.is_done()  # checked first: exits are written before a job is done
-        task_exits = handle.read_task_exits()
-        if (crash := find_crash_error(handle.name, task_exits)) is not None or not is_done:
-            return crash
-        end, key = "before its work was done", self._log_dir / handle.name
-        hint = "run the same command again to resume"
-        if not task_exits:
-            end, key = "without an exit status", handle.output_dir
-            hint = "read the files in that folder"
-        code = ClusterError.exit_code
-        return JobFailedError(f"job {handle.name} ended {end}", key=str(key), hint=hint, code=code)
+
+def find_job_failure(handle: JobHandle, log_dir: Path) -> JobFailedError | None:
+    """Return why a job has crashed, or has ended although its work is not done."""
+    is_done = handle.is_done()  # checked first: exits are written before a job is done
+    task_exits = handle.read_task_exits()
+    if (crash := find_crash_error(handle.name, task_exits)) is not None or not is_done:
+        return crash
+    end, key = "before its work was done", log_dir / handle.name
+    hint = "run the same command again to resume"
+    if not task_exits:
+        end, key = "without an exit status", handle.output_dir
+        hint = "read the files in that folder"
+    code = ClusterError.exit_code
+    return JobFailedError(f"job {handle.name} ended {end}", key=str(key), hint=hint, code=code)

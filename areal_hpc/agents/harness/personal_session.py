@@ -67,19 +67,13 @@ def _exit_at_signals() -> Iterator[None]:
 
 @_exit_at_signals()
 def hold_session(
-    paths: RunPaths, harness_name: str, arguments: Sequence[str], *, only_prints: bool
+    paths: RunPaths, use: TerminalUse, arguments: Sequence[str], *, only_prints: bool
 ) -> None:
     """Open a session, run a program in it, and end it with a person's verdict.
 
-    Without a harness `arguments` are the command, else further arguments. With `only_prints` the
-    person starts the program elsewhere, with the printed variables. The session is ended even if
-    the terminal is closed.
+    `arguments` follow the command of `use`. With `only_prints` the person starts the program
+    elsewhere, with the printed variables. The session is ended even if the terminal is closed.
     """
-    use = find_terminal_use(harness_name) if harness_name else TerminalUse(())
-    if arguments and not harness_name and shutil.which(arguments[0]) is None:
-        raise RecipeError(
-            f"there is no program {arguments[0]}", key="COMMAND", hint="name one on PATH"
-        )
     recipe = Recipe.model_validate(read_run_recipe(paths.recipe))
     proxy, opened = open_session_at_any_cell(paths, recipe)
     opened_at, limit_s = time.monotonic(), float("inf")
@@ -118,12 +112,21 @@ def hold_session(
     say(f"replies: {ended.interaction_count}, {fate}")
 
 
-def find_terminal_use(harness_name: str) -> TerminalUse:
+def find_terminal_use(harness_name: str, arguments: Sequence[str]) -> TerminalUse:
     """Return how a harness is opened, with the path of the program; a person's own comes first.
 
+    Without a harness the command is that of `arguments`.
+
     Raises:
-        RecipeError: It is not known, cannot be opened by a person, or is not installed.
+        RecipeError: The harness is not known, cannot be opened by a person, or is not installed;
+            or there is no such command.
     """
+    if not harness_name:
+        if arguments and shutil.which(arguments[0]) is None:
+            raise RecipeError(
+                f"there is no program {arguments[0]}", key="COMMAND", hint="name one on PATH"
+            )
+        return TerminalUse(())
     program = get_harness_program(harness_name, "HARNESS")
     if program.terminal is None:
         known = [name for name, program in HARNESSES.items() if program.terminal]
@@ -241,8 +244,9 @@ def _print_variables(command: Sequence[str], variables: Mapping[str, str]) -> No
         say(f"export {name}={shlex.quote(value)}")
     if command:
         say(f"# {shlex.join(command)}")
-    say("# press Enter when the program has ended")
-    sys.stdin.readline()
+    say("# press Enter or Ctrl-C when the program has ended")
+    with suppress(KeyboardInterrupt):
+        sys.stdin.readline()
 
 
 def _describe_fate(

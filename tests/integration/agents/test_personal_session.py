@@ -231,8 +231,8 @@ def test_a_session_ends_with_its_terminal_and_a_deleted_one_is_told(
     [
         (["gemini-cly", "RUN"], "did you mean 'gemini-cli'"),
         (["pi", "RUN"], "choose from claude-code, codex, gemini-cli, qwen-code, opencode"),
-        (["RUN"], "expected a harness and a run, or a run and a command"),
-        (["codex"], "expected a harness and a run, or a run and a command"),
+        (["RUN"], "expected a harness and a run or a model"),
+        (["codex"], "expected a harness and a run or a model"),
         (["RUN", "--", "no-such-program"], "there is no program no-such-program"),
     ],
 )
