@@ -57,7 +57,14 @@ BAD_REWARD_KIND = "BadReward"
 REFUSED_REWARD_KIND = "RefusedReward"
 NO_CALL_KIND = "NoModelCall"
 """Kinds of agents' errors without an exception of the agent."""
-_NO_ENDPOINT_TEXTS = ("api_key", "Connect call failed", "Connection refused", "attempts failed")
+_NO_ENDPOINT_TEXTS = (
+    "Missing credentials",  # openai
+    "api_key client option",  # openai before 2.0
+    "resolve authentication method",  # anthropic
+    "Connect call failed",
+    "Connection refused",
+    "connection attempts failed",
+)
 """Parts of the messages of clients that lack a key, or call where no server listens."""
 _POSSIBLE_SHORTAGE_EXCEPTIONS = (NodeResourceShortageError, OSError, RuntimeError)
 """Exceptions that may be due to a shortage of the node; `find_node_shortage` decides."""

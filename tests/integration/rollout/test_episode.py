@@ -64,6 +64,13 @@ class Ends:
         return self.how
 
 
+class MakesOwnClient:
+    """Agent whose client knows no key."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        AsyncOpenAI(base_url="http://127.0.0.1:9/v1")
+
+
 class Sleeps:
     def __init__(self, *, stubborn: bool) -> None:
         self.stubborn = stubborn
@@ -136,7 +143,7 @@ def test_a_float_rewards_the_last_interaction_and_a_dict_each_that_it_names(
         (Ends(None), "returned None (NoneType), expected a finite float"),
         (Ends(1.0, calls=0), "the agent made no model call, so there is nothing to reward"),
         (Ends(1.0, calls=0), "call the model at the `base_url`"),
-        (Ends(ValueError("Please pass an `api_key`"), calls=0), "call the model at the `base_url`"),
+        (MakesOwnClient(), "call the model at the `base_url`"),
         (Ends("1.0"), f"at: {__file__}:{Ends.run.__code__.co_firstlineno}"),
         (Ends({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),
         (Ends(ValueError("no luck")), "the agent raised ValueError: no luck"),
@@ -154,6 +161,13 @@ def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, messag
     assert message in outcome.reason
     assert len(outcome.reason.encode()) < 2000, "it travels as UTF-8"
     assert all(session.ended for session in proxy.sessions.values())
+
+
+def test_an_error_that_only_mentions_a_key_gets_no_hint_about_the_endpoint(tmp_path: Path) -> None:
+    error = TypeError("search() got an unexpected keyword argument 'api_key'")
+    outcome, _ = finish(play(tmp_path, Ends(error, calls=0)))
+    assert str(error) in outcome.reason
+    assert "base_url" not in outcome.reason
 
 
 def make_wrapped_error() -> Exception:
