@@ -183,13 +183,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
     sets = choose_sets(target.recipe, arguments.sets)
     check_recorded_settings(target, sets)
-    before = arguments.compare and _find_compared_report(arguments.compare, target, sets)
+    compared = arguments.compare
+    before = _find_compared_report(compared, target, sets) if compared else None
     if target.run is not None:
         enter_launch_folder(target.run)
     if list_unfinished_sets(target, sets):
         print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)
         try:
-            _start_evaluation(arguments, target, sets)
+            _start_evaluation(arguments, target, sets, before)
         except RunInterruptedError:
             print("detached; the job goes on" if arguments.submit else "stopped")
             print("run the same command again for the rest, and for the results")
@@ -205,7 +206,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _start_evaluation(
-    arguments: argparse.Namespace, target: EvaluationTarget, sets: Sequence[EvaluationSet]
+    arguments: argparse.Namespace,
+    target: EvaluationTarget,
+    sets: Sequence[EvaluationSet],
+    before: EvaluationReport | None,
 ) -> None:
     from areal_hpc.jobs.processes.process_setup import catch_stop_signals
     from areal_hpc.launch.evaluation import run_evaluation, submit_evaluation
@@ -213,11 +217,10 @@ def _start_evaluation(
 
     with catch_stop_signals() as stop:
         if arguments.submit:
-            submit_evaluation(
-                target, sets, print_line=say, wait_until=stop if arguments.wait else None
-            )
+            wait_until = stop if arguments.wait else None
+            submit_evaluation(target, sets, print_line=say, wait_until=wait_until, before=before)
         else:
-            run_evaluation(target, sets, stop)
+            run_evaluation(target, sets, stop, before)
 
 
 def _find_compared_report(

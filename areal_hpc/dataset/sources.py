@@ -24,15 +24,17 @@ ROWS_PER_READ = 1024
 
 
 def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
-    """Yield the rows of the data set at a recipe's key as the agent gets them."""
+    """Yield the rows of the data set at a recipe's key as the agent gets them, at least one."""
     source = _iterate_source_rows(config, key)
+    place, origin = f"{key}.{config.source_key}", str(getattr(config, config.source_key))
     if config.to_task is not None:
-        key = f"{key}.to_task"
-        source = _convert_rows_by_user_function(source, config.to_task, key)
-    return _check_rows_are_dicts(source, key)
+        place, origin = f"{key}.to_task", f"{config.to_task}, called with rows of {origin},"
+        source = _convert_rows_by_user_function(source, config.to_task, place)
+    return _check_rows(source, origin, place)
 
 
-def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
+def _check_rows(rows: Iterator[Any], origin: str, key: str) -> Iterator[TaskRow]:
+    number = -1
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise RecipeError(
@@ -41,6 +43,9 @@ def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
                 hint='write it as one, such as {"messages": [...], "answer": ...}',
             )
         yield row
+    if number < 0:
+        hint = "name a source that has at least one"
+        raise RecipeError(f"{origin} gave no row", key=key, hint=hint)
 
 
 def list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
@@ -213,23 +218,16 @@ def materialize_task_sets(
     counts = []
     with open_temporary_beside(jsonl_file) as stream:
         for config, key in configs_with_keys:
-            count = 0
+            count, place = 0, f"{key}.{config.source_key}"
             for row in iterate_task_rows(config, key):
-                stream.write(encode_row(row, count, key) + b"\n")
+                stream.write(encode_row(row, count, place) + b"\n")
                 try:
                     check(row)
                 except RecipeError as error:
                     (problem, *_) = error.problems
-                    raise RecipeError(
-                        f"row {count}, {problem.key}: {problem.message}", key=key, hint=problem.hint
-                    ) from error
+                    message = f"row {count}, {problem.key}: {problem.message}"
+                    raise RecipeError(message, key=place, hint=problem.hint) from error
                 count += 1
-            if count == 0:
-                raise RecipeError(
-                    f"{config.describe_source()} gave no row",
-                    key=key,
-                    hint="name a source that has at least one",
-                )
             counts.append(count)
     Path(stream.name).rename(jsonl_file)
     return counts

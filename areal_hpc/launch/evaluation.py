@@ -41,7 +41,13 @@ from areal_hpc.rundir.files import restrict_new_files, secure_run_dir
 from areal_hpc.rundir.manifests import read_evaluation
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE
-from areal_hpc.view.evaluation_report import EvaluationReport, build_step_report
+from areal_hpc.view.evaluation_report import (
+    EvaluatedSet,
+    EvaluationReport,
+    build_step_report,
+    check_comparable,
+    compute_tasks_digest,
+)
 from areal_hpc.view.state.live_progress import EvaluationReporter
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -199,14 +205,25 @@ LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
 """Version of the weights that replicas load; generation 0: no trainer made them here."""
 
 
-def build_evaluation_planner(sets: Sequence[EvaluationSet]) -> StagePlanner:
-    return partial(plan_evaluation, set_names={wanted.name for wanted in sets})
+def build_evaluation_planner(
+    sets: Sequence[EvaluationSet], before: EvaluationReport | None
+) -> StagePlanner:
+    names = {wanted.name for wanted in sets}
+    return partial(plan_evaluation, set_names=names, before=before)
 
 
 def plan_evaluation(
-    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None, set_names: Collection[str]
+    recipe: Recipe,
+    paths: RunPaths,
+    plan_inputs: PlanInputs | None,
+    set_names: Collection[str],
+    before: EvaluationReport | None,
 ) -> tuple[JobStage, ...]:
-    """Plan the job `evaluation`: a cell, and the ledger on its first task."""
+    """Plan the job `evaluation`: a cell, and the ledger on its first task.
+
+    Raises:
+        RecipeError: The results could not be compared with those of `before`.
+    """
     if plan_inputs is None:
         plan_inputs = PlanInputs(1, {}, "python", ())
     sets = [
@@ -216,11 +233,23 @@ def plan_evaluation(
         and plan_inputs.tasks_by_evaluation_set.get(evaluation_set.name)
     ]
     task_counts = {wanted.name: plan_inputs.tasks_by_evaluation_set[wanted.name] for wanted in sets}
+    played_counts = {wanted.name: min(wanted.tasks, task_counts[wanted.name]) for wanted in sets}
+    if before is not None and sets:
+        planned = {
+            wanted.name: EvaluatedSet(
+                compute_tasks_digest(paths.evaluation_tasks(wanted.name), n_played),
+                metrics={},
+                samples=[[]] * n_played,
+                pass_reward=wanted.pass_reward,
+            )
+            for wanted, n_played in zip(sets, played_counts.values(), strict=True)
+        }
+        check_comparable(before, EvaluationReport("", sets=planned))
     ledger = LedgerJobConfig(
         run_dir=paths.root,
         n_train_tasks=1,
         tasks_by_evaluation_set=task_counts,
-        evaluates={wanted.name: min(wanted.tasks, task_counts[wanted.name]) for wanted in sets},
+        evaluates=played_counts,
     ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
     job = plan_cell_job(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION)
     # The agents' Python: without a trainer its environment may be missing.
@@ -332,11 +361,14 @@ def build_evaluation_report(
 
 
 def run_evaluation(
-    target: EvaluationTarget, sets: Sequence[EvaluationSet], stop: StopEvent
+    target: EvaluationTarget,
+    sets: Sequence[EvaluationSet],
+    stop: StopEvent,
+    before: EvaluationReport | None,
 ) -> None:
     reporter = EvaluationReporter(target.paths, sets)
     target.prepare_inputs(reporter.print_line)
-    plan = build_evaluation_planner(sets)
+    plan = build_evaluation_planner(sets, before)
     foreground_launcher.run(target.recipe, reporter=reporter, stop=stop, plan=plan)
 
 
@@ -345,9 +377,10 @@ def submit_evaluation(
     sets: Sequence[EvaluationSet],
     *,
     print_line: Callable[[str], None],
-    wait_until: StopEvent | None = None,
+    wait_until: StopEvent | None,
+    before: EvaluationReport | None,
 ) -> None:
-    plan = build_evaluation_planner(sets)
+    plan = build_evaluation_planner(sets, before)
     target.prepare_inputs(print_line)
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
     if wait_until is not None:

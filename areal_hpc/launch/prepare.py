@@ -30,7 +30,7 @@ from areal_hpc.launch.plan import JobStage, PlanInputs, StagePlanner, get_base_m
 from areal_hpc.launch.provenance import record_provenance
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.cross_checks import find_likely_mistakes
+from areal_hpc.recipe.cross_checks import find_likely_mistakes, find_repeated_rows
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.keys import (
     flatten_keys,
@@ -192,7 +192,10 @@ def _set_up_prepared_run(
         paths.finished_marker.unlink(missing_ok=True)  # finished before, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
     facts = write_run_inputs(recipe, paths, print_line, pythons["serve"], folders)
-    for mistake in find_likely_mistakes(recipe):
+    counts = {"train_dataset": facts.train_tasks} if recipe.train_dataset else {}
+    if recipe.sft:
+        counts["sft.dataset"] = count_materialized_rows(paths.demonstrations("sft.dataset"))
+    for mistake in (*find_likely_mistakes(recipe), *find_repeated_rows(recipe, counts)):
         print_line(f"note     {mistake}")
     _check_prompt_lengths(recipe, paths, print_line)
     # Running jobs write to the log folder of the current attempt.

@@ -3,7 +3,7 @@
 Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.evaluation.set_metrics import resolve_k
@@ -125,6 +125,20 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
             "reward.isolation=none: programs of the model, and scorers and gyms that read replies, "
             "can read and change all that you can, this run included"
         )
+
+
+def find_repeated_rows(recipe: Recipe, counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield a warning for each batch larger than its data set; `counts` are rows by its key."""
+    batches = {"train_dataset": ("trainer", recipe.trainer.batch_size)}
+    if recipe.sft:
+        batches["sft.dataset"] = ("sft", recipe.sft.batch_size)
+    for key, rows in counts.items():
+        section, size = batches[key]
+        if size > rows:
+            yield (
+                f"{section}.batch_size={size} is more than the {rows} rows of {key}: every step "
+                f"takes rows more than once; use {rows} or less, or add rows"
+            )
 
 
 def _find_training_conflicts(

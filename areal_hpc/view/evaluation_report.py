@@ -140,21 +140,48 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
             yield f"  task {task}: {escape_controls(first)}"
 
 
+def check_comparable(before: EvaluationReport, after: EvaluationReport) -> list[str]:
+    """Return the sets that both reports have.
+
+    `after` may be of an evaluation that is still to be played.
+
+    Raises:
+        RecipeError: There is none, or one was evaluated on other tasks or with another pass reward.
+    """
+    common = [name for name in after.sets if name in before.sets]
+    if not common:
+        raise RecipeError(
+            f"{before.name} was evaluated on {', '.join(before.sets) or 'no set'}, "
+            f"this on {', '.join(after.sets)}",
+            key="--compare",
+            hint="evaluate it on the same set first",
+        )
+    for name in common:
+        old, new = before.sets[name], after.sets[name]
+        if old.tasks_digest != new.tasks_digest:
+            raise RecipeError(
+                f"{before.name} was evaluated on other tasks of {name}: "
+                f"{len(old.samples)}, this on {len(new.samples)}",
+                key="--compare",
+                hint="evaluate both on the same tasks",
+            )
+        if old.pass_reward != new.pass_reward:
+            raise RecipeError(
+                f"a sample of {name} passes from a reward of {new.pass_reward} here, and of "
+                f"{old.pass_reward} in {before.name}",
+                key=f"evaluation.sets.{name}.pass_reward",
+                hint="evaluate both with the same pass_reward",
+            )
+    return common
+
+
 def compare_reports(
     report_before: EvaluationReport, report_after: EvaluationReport
 ) -> list[ComparedMetric]:
     """Compare the metrics that both reports have, on the sets that both have, by a paired test."""
-    common = [name for name in report_after.sets if name in report_before.sets]
-    if not common:
-        raise RecipeError(
-            f"{report_before.name} was evaluated on {', '.join(report_before.sets) or 'no set'}, "
-            f"this on {', '.join(report_after.sets)}",
-            key="--compare",
-            hint="evaluate it on the same set first",
-        )
     return [
         metric
-        for name in common
+        for name in check_comparable(report_before, report_after)
         for metric in _compare_sets(
             name, report_before.sets[name], report_after.sets[name], report_before.name
         )
@@ -164,20 +191,6 @@ def compare_reports(
 def _compare_sets(
     set_name: str, before: EvaluatedSet, after: EvaluatedSet, title: str
 ) -> Iterator[ComparedMetric]:
-    if before.tasks_digest != after.tasks_digest:
-        raise RecipeError(
-            f"{title} was evaluated on other tasks of {set_name}: "
-            f"{len(before.samples)}, this on {len(after.samples)}",
-            key="--compare",
-            hint="evaluate both on the same tasks",
-        )
-    if before.pass_reward != after.pass_reward:
-        raise RecipeError(
-            f"a sample of {set_name} passes from a reward of {after.pass_reward} here, and of "
-            f"{before.pass_reward} in {title}",
-            key="evaluation.sets.<name>.pass_reward",
-            hint="evaluate both with the same pass_reward",
-        )
     is_compared = False
     for metric in after.metrics:
         same = _find_same_metric(metric, before)

@@ -117,14 +117,14 @@ MISTAKES = (
     Mistake(
         "a data set without a row",
         f"{OWN_DATA}/empty.jsonl",
-        ("empty.jsonl gave no row", "at: train_dataset"),
+        ("empty.jsonl gave no row", "at: train_dataset.path"),
     ),
     Mistake(
         "a task that may take longer than its session",
         f"{OWN_DATA}/tasks.jsonl",
         (
             "row 1, limits: proxy.session_timeout_s=3600 is less than the 5400 s",
-            "at: train_dataset",
+            "at: train_dataset.path",
         ),
     ),
     Mistake(

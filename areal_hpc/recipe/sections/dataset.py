@@ -57,11 +57,10 @@ class TaskSetConfig(BaseConfig):
             (folder / "task.toml").is_file() or any(folder.glob("*/task.toml"))
         )
 
-    def describe_source(self) -> str:
-        """Describe the source, as in `path a.jsonl` or `generator package.module:function`."""
-        return next(
-            f"{name} {value}" for name in self.source_keys if (value := getattr(self, name))
-        )
+    @property
+    def source_key(self) -> str:
+        """The one of `source_keys` that is set."""
+        return next(name for name in self.source_keys if getattr(self, name))
 
 
 SET_NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,31}$"

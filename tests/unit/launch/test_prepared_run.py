@@ -15,12 +15,14 @@ import yaml
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.config import InferenceJobConfig
+from areal_hpc.jobs.processes.process_setup import StopEvent
 from areal_hpc.launch.checks.role_python import MODULES_BY_ROLE
 from areal_hpc.launch.evaluation import (
     EvaluationTarget,
     check_recorded_settings,
     find_report_of_step,
     find_target,
+    run_evaluation,
 )
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepare import (
@@ -31,6 +33,7 @@ from areal_hpc.launch.prepare import (
 )
 from areal_hpc.launch.run import report_finished_run
 from areal_hpc.launch.slurm_launcher import write_scripts
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.keys import read_role_variables
 from areal_hpc.recipe.loading import build_recipe, load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -43,7 +46,7 @@ from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from tests.support.commands import write_program
 from tests.support.environments import CHECKOUT
-from tests.support.small_run import SIZES
+from tests.support.small_run import SIZES, WITHOUT_SETS
 from tests.support.waiting import wait_for
 
 
@@ -268,6 +271,21 @@ def test_results_of_another_step_lie_where_those_of_this_do(run: RunPaths, tmp_p
     assert find_reward(again, 0) == 0.5
 
 
+def test_an_evaluation_on_other_tasks_than_the_compared_one_is_not_started(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    evaluate(run, 10, 0.25)
+    start = find_target(run.root, step=0, recipe=None)
+    before = find_report_of_step(start, 10, start.recipe.evaluation_sets)
+    make_tiny_model(tmp_path / "model", ["1 + 1 = 2"], hidden=32, heads=2, kv_heads=2, head_dim=16)
+    overrides = [f"cluster.fileroot={tmp_path}/others", *WITHOUT_SETS, *SIZES]
+    overrides += stand_in_pythons(tmp_path)
+    target = find_target(tmp_path / "model", step=None, recipe=QUICKSTART, overrides=overrides)
+    with pytest.raises(RecipeError, match="step 10 was evaluated on other tasks of valid: 1, this"):
+        run_evaluation(target, target.recipe.evaluation_sets, StopEvent(), before)
+    assert not target.paths.root.exists()
+
+
 SECRET = "SECRET456"
 OTHERS_MAY_NOTHING, GROUP_MAY_READ = 0o077, 0o027
 
@@ -286,7 +304,7 @@ def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
     recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
     before = os.umask(0)
     try:
-        write_scripts(recipe, print_line=lambda line: None)
+        write_scripts(recipe, print_line=print)
         assert os.umask(0) == 0, "the caller's own is what it was"
     finally:
         os.umask(before)
@@ -306,6 +324,19 @@ def test_no_file_allows_more_than_asked(tmp_path: Path, readable_by: str, forbid
     secret = [path for path in files if path.is_file() and SECRET in path.read_text("latin-1")]
     assert secret
     assert {modes[path] for path in (*secret, paths.admin_key, paths.service_key)} == {0o600}
+
+
+def test_batches_larger_than_their_data_sets_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("train_dataset.kwargs.size=8", "trainer.batch_size=8", "sft.dataset.kwargs.size=9")
+    write_run(tmp_path, "owner", *sizes, "sft.batch_size=10")
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "batch_size" in line]
+    assert "sft.batch_size=10 is more than the 9 rows of sft.dataset" in note
+    larger = (*sizes, "trainer.batch_size=16", "sft.batch_size=8")
+    write_run(tmp_path, "owner", *larger, "trial_name=second")
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "batch_size" in line]
+    assert "trainer.batch_size=16 is more than the 8 rows of train_dataset" in note
 
 
 def test_a_secret_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
