@@ -258,8 +258,10 @@ def format_trial(
     if len(lines) > MAX_PRINTED_LINES:
         lines = [f"{len(lines)} lines, of which the last:", *lines[-MAX_PRINTED_LINES:]]
     yield from _format_labeled("printed", lines)
+    shows_agent = len({interaction.agent_id for interaction in session.tree}) > 1
     for call, interaction in enumerate(session.tree, start=1):
-        yield from _format_interaction(call, interaction)
+        agent = f" of agent {interaction.agent_id or '(no id)'}" if shows_agent else ""
+        yield from _format_interaction(f"call {call}{agent}", interaction)
     for name, count in session.count_uses_of_ignored_params().items():
         yield from _format_labeled("no effect", [f"{name}, in {count} calls"])
     if outcome.status == "ok":
@@ -276,12 +278,13 @@ def format_trial(
 def format_trial_summary(
     outcomes: Sequence[EpisodeOutcome], ignored_grammars: Sequence[str]
 ) -> Iterator[str]:
-    successes = [outcome for outcome in outcomes if outcome.status == "ok"]
-    rewards = " ".join(f"{outcome.reward:g}" for outcome in successes)
+    rewards = [outcome.reward for outcome in outcomes if outcome.status == "ok"]
+    summary = f"{len(rewards)} of {len(outcomes)} episodes ended well"
+    if rewards:
+        listed = " ".join(f"{reward:g}" for reward in rewards)
+        summary += f"; rewards from {min(rewards):g} to {max(rewards):g}: {listed}"
     yield "-" * 71
-    yield f"{len(successes)} of {len(outcomes)} episodes ended well" + (
-        f"; rewards {rewards}" if successes else ""
-    )
+    yield summary
     if ignored_grammars:
         yield (
             f"the agent asked for replies by {', '.join(ignored_grammars)}, which the stand-in "
@@ -289,7 +292,7 @@ def format_trial_summary(
         )
 
 
-def _format_interaction(call_number: int, interaction: Interaction) -> Iterator[str]:
+def _format_interaction(title: str, interaction: Interaction) -> Iterator[str]:
     tools = json.loads(interaction.context or b"null")
     if tools and tools[0]:
         yield from _format_labeled(
@@ -298,7 +301,7 @@ def _format_interaction(call_number: int, interaction: Interaction) -> Iterator[
     for message in (*interaction.new_messages, interaction.reply):
         yield from _format_message(message)
     yield (
-        f"{'':<{LABEL_WIDTH}}[call {call_number}: {interaction.prompt_tokens} prompt tokens, "
+        f"{'':<{LABEL_WIDTH}}[{title}: {interaction.prompt_tokens} prompt tokens, "
         f"{interaction.num_output_tokens} of the reply, ended by {interaction.finish_reason}"
         f"{REUSE_TEXTS.get(interaction.reuse, '')}]"
     )

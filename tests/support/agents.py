@@ -125,6 +125,15 @@ class TwoTurnAgent(ChatAgent):
         return 0.5
 
 
+class DelegatingAgent(ChatAgent):
+    """Agent that asks a second one for help, and earns more than usual."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await self.ask(data, extra_kwargs)
+        await self.ask(data, extra_kwargs, metadata={"agent_id": "helper"})
+        return 2.0 if data["answer"] == "42" else 0.0
+
+
 class GreedyAgent(ChatAgent):
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         await self.ask(data, extra_kwargs, temperature=0, max_tokens=4)

@@ -52,7 +52,7 @@ def recipe(model: Path, tmp_path: Path) -> tuple[str, ...]:
         ("inference.tool_call_parser=qwn25", "SGLang has no parser 'qwn25'", "mean qwen25?"),
         ("inference.reasoning_parser=none", "SGLang has no parser 'none'", "choose from apertus"),
         ("model.path=Qwen/Qwen3-0.6B", "no model directory", "mean model.hub=Qwen/Qwen3-0.6B?"),
-        ("train_dataset.path={}/empty.jsonl", "/empty.jsonl: no rows", "at least one row"),
+        ("train_dataset.path={}/empty.jsonl", "/empty.jsonl gave no row", "at: train_dataset.path"),
     ],
 )
 def test_parsers_models_and_sources_that_are_not_there_are_refused(
@@ -77,8 +77,26 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
     assert "prompt re-used" in ended.stdout
     assert ended.stdout.count("reward     0.5") == 2
     assert "which are trained; 2 calls, reward 0.5" in ended.stdout
-    assert "2 of 2 episodes ended well; rewards 0.5 0.5" in ended.stdout
+    assert "2 of 2 episodes ended well; rewards from 0.5 to 0.5: 0.5 0.5" in ended.stdout
+    assert " of agent" not in ended.stdout
+    assert "trainer.batch_size=32 is more than the 2 rows of train_dataset" in ended.stdout
     assert not (tmp_path / "runs").exists(), "a trial leaves nothing behind"
+
+
+def test_agents_within_an_episode_and_the_range_of_rewards_are_shown(
+    recipe: tuple[str, ...], tmp_path: Path
+) -> None:
+    tasks = [
+        {"messages": [{"role": "user", "content": QUESTION}], "answer": a} for a in ("42", "7")
+    ]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    batch = "trainer.batch_size=2"
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.DelegatingAgent", batch)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("[call 1 of agent (no id): ") == 2
+    assert ended.stdout.count("[call 2 of agent helper: ") == 2
+    assert "rewards from 0 to 2: 2 0" in ended.stdout
+    assert "rows of train_dataset" not in ended.stdout
 
 
 FAILING_AGENTS = [
