@@ -90,13 +90,12 @@ def _watch_run(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc watch runs/quickstart/demo
     """
+    from areal_hpc.jobs.processes.process_setup import catch_stop_signals
     from areal_hpc.view.state.live_progress import watch_run
 
-    try:
-        watch_run(parse_run_dir(arguments.run))
-    except KeyboardInterrupt:
-        return 0  # the way out before the end
-    return _show_status(arguments)
+    with catch_stop_signals() as stop:
+        watch_run(parse_run_dir(arguments.run), stop)
+    return 0 if stop.is_set() else _show_status(arguments)
 
 
 @commands.add(
@@ -159,7 +158,8 @@ def _show_logs(arguments: argparse.Namespace) -> int:
 def _show_stacks(arguments: argparse.Namespace) -> int:
     """Show what each thread of a running process does, such as of one that hangs.
 
-    Each process, and SGLang, writes its stacks to its log, where they stay. Agents do not.
+    Each process, and SGLang, writes its stacks to its log, where they stay. Agents do not. Threads
+    that wait for work come last.
 
     $ areal-hpc stacks runs/quickstart/demo trainer
     """

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_hpc.evaluation.set_names import (
@@ -19,6 +19,7 @@ from areal_hpc.metrics.step_metrics import (
 )
 
 MAX_PACE_STEPS = 20
+MAX_COMPARED_STEPS = 5
 MIN_SHOWN_SHARE = 0.01
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -123,7 +124,16 @@ def describe_step_times(times: StepTimes) -> str:
     return f"a step takes {times.mean_s:.1f} s" + (f": {parts}" if parts else "")
 
 
-def describe_step_efficiency(rows: Iterable[MetricRow]) -> Iterator[str]:
+def describe_training(rows: Sequence[MetricRow]) -> Iterator[str]:
+    """Yield what became of the reward, where the time went, and what taught nothing."""
+    rewards = [reward for row in rows if (reward := row.get("reward/mean")) is not None]
+    if n := min(MAX_COMPARED_STEPS, len(rewards) // 2):
+        first, last = statistics.fmean(rewards[:n]), statistics.fmean(rewards[-n:])
+        change = "fell" if last < first else "rose" if last > first else "did not change"
+        steps = "step" if n == 1 else f"{n} steps"
+        yield (
+            f"its reward {change}: {first:.3f} in the first {steps}, {last:.3f} in the last {steps}"
+        )
     paced = select_paced_rows(rows)
     if (times := measure_step_times(paced)) is None:
         return

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from areal_hpc.errors import RecipeError, escape_line
-from areal_hpc.metrics.step_line import describe_step_efficiency
+from areal_hpc.metrics.step_line import describe_training
 from areal_hpc.rundir.telemetry.events import (
     LAUNCHER_ENDED_EVENT,
     LAUNCHER_ROLE,
@@ -71,7 +71,7 @@ def _diagnose_state(view: RunView) -> Diagnosis:
     cause = min(chain, key=lambda finding: finding.distance_from_cause) if chain else None
     if state == "finished":
         headline = "the run is finished: every step was trained"
-        return Diagnosis(headline, is_well=True, notes=tuple(describe_step_efficiency(view.steps)))
+        return Diagnosis(headline, is_well=True, notes=tuple(describe_training(view.steps)))
     if state in ("cancelled", "being cancelled"):
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
@@ -113,9 +113,8 @@ def _diagnose_running(
             ago = format_duration(time.time() - last_at)
             happened = f"and has trained steps since this, {ago} ago: {cause.text}"
     headline = f"the run is running, {happened}"
-    return Diagnosis(
-        headline, failure_chain, is_well=True, notes=tuple(describe_step_efficiency(view.steps))
-    )
+    notes = tuple(describe_training(view.steps))
+    return Diagnosis(headline, failure_chain, is_well=True, notes=notes)
 
 
 def _diagnose_local_stop(

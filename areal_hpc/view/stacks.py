@@ -1,7 +1,9 @@
 """Stacks that processes of a run write on request, from their logs."""
 
+import re
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.files import write_atomic
@@ -13,12 +15,17 @@ _QUIET_S = 3.0
 """Time without a further answer after which the others are not waited for."""
 _POLL_S = 0.2
 _STACK_MARK = "(most recent call first):"
+_IDLE_FRAME_PATTERN = re.compile(
+    r'/(threading|queue|selectors|thread)\.py", line \d+ in (wait|get|select|_worker)$'
+)
+"""Innermost frame of a thread that waits for work."""
 
 
 def fetch_stacks(paths: RunPaths, names: Sequence[str]) -> list[tuple[LogFile, list[str]]]:
     """Ask all processes for their stacks; return those in the logs of the named ones.
 
-    A process that does not answer is left out. No process is asked if no log has one of the names.
+    Threads that wait for work come last. A process that does not answer is left out. No process is
+    asked if no log has one of the names.
     """
     files = require_log_files(paths, choose_attempt(paths, None), names)
     sizes = {file.path: file.path.stat().st_size for file in files}
@@ -48,4 +55,6 @@ def _read_stacks(file: LogFile, position: int) -> list[str]:
         stream.seek(position)
         lines = stream.read().decode(errors="replace").splitlines()
     begins = [number for number, line in enumerate(lines) if line.endswith(_STACK_MARK)]
-    return lines[begins[0] :] if begins else []
+    stacks = [lines[begin:end] for begin, end in pairwise([*begins, len(lines)])]
+    stacks.sort(key=lambda stack: bool(_IDLE_FRAME_PATTERN.search("".join(stack[1:2]))))
+    return [line for stack in stacks for line in stack]

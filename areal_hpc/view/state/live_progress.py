@@ -1,6 +1,7 @@
 """Live progress: plain lines, and on a terminal a live line below them."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -261,8 +262,8 @@ def open_progress_reporter(
         reporter.close()
 
 
-def watch_run(paths: RunPaths) -> None:
-    """Show the progress of a run that another process started, until it is over."""
+def watch_run(paths: RunPaths, stop: threading.Event) -> None:
+    """Show the progress of a run that another process started, until it is over or `stop`."""
     view = RunView(paths)
     sft_steps = int(get_recipe_value(view.recipe, "sft.total_steps") or 0)
     with open_progress_reporter(paths, view.total_steps, sft_steps, joins_run=True) as reporter:
@@ -271,9 +272,8 @@ def watch_run(paths: RunPaths) -> None:
             while time.monotonic() < looked_at + STATE_POLL_S:
                 is_sft = sft_steps and not paths.sft_export.exists()
                 reporter.show_progress("sft" if is_sft else "train")
-                if paths.finished_marker.exists():
+                if paths.finished_marker.exists() or stop.wait(WATCH_POLL_S):
                     return
-                time.sleep(WATCH_POLL_S)
             view.look_again()
 
 

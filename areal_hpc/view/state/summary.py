@@ -15,7 +15,12 @@ from areal_hpc.metrics.step_line import (
     format_evaluation_set_metrics,
     format_metric,
 )
-from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_IDLE_S_METRIC, CELL_WAIT_PHASE
+from areal_hpc.metrics.step_metrics import (
+    BATCH_WAIT_PHASE,
+    CELL_IDLE_S_METRIC,
+    CELL_WAIT_PHASE,
+    select_paced_rows,
+)
 from areal_hpc.recipe.keys import flatten_keys, flatten_keys_hiding_private_values, rank_section
 from areal_hpc.rundir.manifests import read_quarantined_batches
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -55,13 +60,10 @@ def format_run_progress(view: RunView) -> list[str]:
         lines[0] += f", {format_duration(now - view.paths.metrics.stat().st_mtime)} ago"
         if view.is_running and (left_s := estimate_remaining_s(rows, total)):
             lines[0] += f", about {format_duration(left_s)} left"
-        lines += [
-            f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  speed             {compute_trained_tokens_per_s([last]):.0f} tokens/s, "
-            f"{format_metric(last.get('time/step_s'), '.1f')} s for the step",
-        ]
+        lines.append(f"  reward            {format_metric(last['reward/mean'], '.3f')}")
         if (times := view.step_times) is not None:
-            lines.append(f"  time              {describe_step_times(times)}")
+            speed = compute_trained_tokens_per_s(select_paced_rows(rows))
+            lines.append(f"  speed             {speed:.0f} tokens/s; {describe_step_times(times)}")
         if "staleness/mean" in last:
             mean = format_metric(last["staleness/mean"], ".1f")
             lines.append(f"  staleness         {mean} mean, {last.get('staleness/max')} max")
@@ -143,10 +145,8 @@ def summarize_run(view: RunView, program: str) -> str:
     if not trained:
         return f"nothing trained yet in {paths.root}"
     last = trained[-1]
-    root, working_dir = paths.root, Path.cwd()
-    if root.is_relative_to(working_dir):
-        root = root.relative_to(working_dir)
-    shown_as = RunPaths(root)
+    shown_as = _shorten_paths(paths)
+    root = shown_as.root
     seconds = sum(row.get("time/step_s") or 0.0 for row in trained)
     compared = [row for row in trained if row.get("logprob/compared_tokens")]
     gaps = [row.get("logprob/engine_trainer_max_abs_diff") for row in compared]
@@ -186,6 +186,12 @@ def summarize_run(view: RunView, program: str) -> str:
     return "\n".join(lines)
 
 
+def _shorten_paths(paths: RunPaths) -> RunPaths:
+    """Return paths relative to the working folder if the run lies below it."""
+    root, working_dir = paths.root, Path.cwd()
+    return RunPaths(root.relative_to(working_dir) if root.is_relative_to(working_dir) else root)
+
+
 def _describe_sft(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for title, metric in (("SFT loss", "loss"), ("held-out loss", "eval/loss")):
@@ -195,15 +201,16 @@ def _describe_sft(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _summarize_sft(view: RunView, program: str) -> str:
-    root = view.paths.root
+    shown_as = _shorten_paths(view.paths)
+    quoted = shlex.quote(str(shown_as.root))
     lines = [f"{view.paths.run_name}: {view.step} steps of supervised fine-tuning"]
-    lines += [*_describe_sft(view.sft), f"  run directory     {root}"]
-    if view.paths.sft_export.is_dir():
-        lines.append(f"  trained model     {view.paths.sft_export}")
+    lines += [*_describe_sft(view.sft), f"  run directory     {shown_as.root}"]
+    if shown_as.sft_export.is_dir():
+        lines.append(f"  trained model     {shown_as.sft_export}")
     lines.append("try next:")
     if get_recipe_value(view.recipe, "valid_dataset"):
-        lines.append(f"  {program} eval {shlex.quote(str(root))}    # held-out tasks, with rewards")
-    lines.append(f"  {program} view {shlex.quote(str(root))}    # the curve in a browser")
+        lines.append(f"  {program} eval {quoted}    # held-out tasks, with rewards")
+    lines.append(f"  {program} view {quoted}    # the curve in a browser")
     return "\n".join(lines)
 
 

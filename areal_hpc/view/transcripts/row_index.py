@@ -32,7 +32,7 @@ from areal_hpc.view.transcripts.row_filter import (
 from areal_hpc.wire.trajectory import RowKind, RowRecord, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
-TABLES_VERSION = 5
+TABLES_VERSION = 6
 MAX_TEXT_CHARS = 100_000
 MAX_EXCERPT_CHARS = 100
 _LISTED_COLUMNS = (
@@ -390,8 +390,8 @@ def _compute_row_values(row: TrajectoryRow) -> JsonObject:
         "newest": newest,
         "own_group": name_own_group(row),
         "named": json.dumps(_collect_reward_numbers(record)),
-        "question": _excerpt_last_message(row, "user"),
-        "reply": _excerpt_last_message(row, "assistant"),
+        "question": _excerpt_message(row, "user", 0),
+        "reply": _excerpt_message(row, "assistant", -1),
     }
 
 
@@ -400,9 +400,9 @@ def name_own_group(row: TrajectoryRow) -> str:
     return row.record.session_id if row.kind is RowKind.PERSONAL else ""
 
 
-def _excerpt_last_message(row: TrajectoryRow, role: str) -> str:
+def _excerpt_message(row: TrajectoryRow, role: str, index: int) -> str:
     messages = [message for message in get_messages(row) if message.get("role") == role]
-    words = " ".join(extract_text(messages[-1].get("content")).split()) if messages else ""
+    words = " ".join(extract_text(messages[index].get("content")).split()) if messages else ""
     cut = "…" if len(words) > MAX_EXCERPT_CHARS else ""
     return words[:MAX_EXCERPT_CHARS] + cut
 

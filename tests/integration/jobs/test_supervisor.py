@@ -32,7 +32,7 @@ from tests.support.process_commands import alive, command_of, is_running
 from tests.support.waiting import wait_for
 
 ACTORS = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from areal_hpc.errors import RecipeError
 
@@ -45,6 +45,7 @@ def finish_after_w(config):
         time.sleep(0.02)
 
 def wait(config):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
     Path(config["file"]).write_text(str(os.getpid()))
     time.sleep(600)
 
@@ -150,7 +151,8 @@ def test_stacks_of_waiting_processes_are_shown_and_a_process_without_a_handler_l
     assert exit_code_of("stacks", folder, "job") == 0
     output = capsys.readouterr().out
     for name in ("w", "forked"):
-        assert re.search(rf'job/{name} \|   File ".*actors.py", line \d+ in wait', output), output
+        frames = re.findall(rf'job/{name} \|   File ".*/(\w+)\.py", line \d+ in wait', output)
+        assert frames == ["actors", "threading", "threading"], output
     assert "job/deaf" not in output
     assert all(map(is_running, pids))
 

@@ -75,7 +75,9 @@ def test_an_adapter_divides_as_networks_of_transformers_do() -> None:
         load_recipe(QUICKSTART, keys)
 
 
-def test_a_finished_stage_is_judged_and_goes_on_with_tasks(tmp_path: Path) -> None:
+def test_a_finished_stage_is_judged_and_goes_on_with_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fileroot = f"cluster.fileroot={tmp_path}"
     alone = load_recipe(QUICKSTART, [fileroot, "train_dataset=null"])
     paths = RunPaths(alone.run_dir)
@@ -95,10 +97,13 @@ def test_a_finished_stage_is_judged_and_goes_on_with_tasks(tmp_path: Path) -> No
         )
     hint = refused.value.problems[0].hint
     assert hint == "use another trial_name, or --fresh to start over"
+    assert f"areal-hpc eval {paths.root} " in summarize_run(view, "areal-hpc")
+    monkeypatch.chdir(tmp_path)
     text = summarize_run(view, "areal-hpc")
     assert "SFT loss          3.0000 -> 0.5000" in text
     assert "held-out loss     1.5000 -> 0.2500" in text
-    assert f"areal-hpc eval {paths.root}" in text
+    assert "areal-hpc eval quickstart/demo " in text
+    assert str(tmp_path) not in text
 
     target = find_target(paths.root, step=None, recipe=None)
     assert (target.step, target.model) == (0, paths.sft_export)

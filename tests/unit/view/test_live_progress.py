@@ -57,7 +57,9 @@ def test_a_step_s_line_keeps_to_80_columns_whatever_was_evaluated() -> None:
     assert len(format_step_line(row | {"eval/reward": 0.5}, 1000)) <= 80
 
 
-def watch_at_terminal(run: MadeRun, columns: int, *markers: str, **environ: str) -> str:
+def watch_at_terminal(
+    run: MadeRun, columns: int, stop: signal.Signals, *markers: str, **environ: str
+) -> str:
     """Return the output of `areal-hpc watch` at a terminal, stopped once all markers were shown.
 
     The run takes a step after each of them.
@@ -79,7 +81,7 @@ def watch_at_terminal(run: MadeRun, columns: int, *markers: str, **environ: str)
                     shown += screen.read(4096)
                 learn(run, 1)
         finally:
-            watcher.send_signal(signal.SIGINT)
+            watcher.send_signal(stop)
         with contextlib.suppress(OSError):  # the terminal's other end is closed
             while more := screen.read(4096):
                 shown += more
@@ -88,21 +90,26 @@ def watch_at_terminal(run: MadeRun, columns: int, *markers: str, **environ: str)
 
 
 @pytest.mark.parametrize(
-    ("columns", "environ", "is_live", "has_color"),
+    ("columns", "environ", "stop", "is_live", "has_color"),
     [
-        (80, {}, True, True),
-        (60, {"NO_COLOR": "1"}, True, False),
-        (80, {"TERM": "dumb"}, False, False),
+        (80, {}, signal.SIGINT, True, True),
+        (60, {"NO_COLOR": "1"}, signal.SIGTERM, True, False),
+        (80, {"TERM": "dumb"}, signal.SIGTERM, False, False),
     ],
 )
 def test_watch_shows_steps_and_alerts_within_the_terminal(
-    columns: int, environ: dict[str, str], is_live: bool, has_color: bool, tmp_path: Path
+    columns: int,
+    environ: dict[str, str],
+    stop: signal.Signals,
+    is_live: bool,
+    has_color: bool,
+    tmp_path: Path,
 ) -> None:
     run = MadeRun(tmp_path)
     learn(run)
     with hold_lock(run.paths.lock):
         markers = ("(no_signal", "step      5/100")
-        shown = watch_at_terminal(run, columns, *markers, **environ)
+        shown = watch_at_terminal(run, columns, stop, *markers, **environ)
     lines = ESCAPES.sub("", shown).splitlines()
     steps = [line for line in lines if line.startswith("step  ")]
     assert [line.split()[1] for line in steps][:5] == [f"{step}/100" for step in range(1, 6)]
@@ -126,7 +133,7 @@ def test_an_sft_stage_shows_its_losses_with_the_time_left(
         row = {"step": step, "loss": 0.5, "time/step_s": 1.0, "tokens/trained": 500}
         append_line(run.paths.sft_metrics, row | ({"eval/loss": 0.25} if step == 4 else {}))
     with hold_lock(run.paths.lock):
-        shown = watch_at_terminal(run, 100, "96 s left")
+        shown = watch_at_terminal(run, 100, signal.SIGINT, "96 s left")
     assert "SFT: loss 0.5000, held-out loss 0.2500, 500 tokens/s, 96 s left" in shown
     reporter.report_new_steps()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SFT")]

@@ -160,7 +160,7 @@ def test_status_why_list_page_report_and_terminal_agree(
         return
     sentence = describe_step_times(times)
     assert sentence in status
-    assert f"time              {sentence}" in page["progress"]
+    assert sum(sentence in line for line in page["progress"]) == 1
     assert page["step_times"]["shares"] == times.shares
     if view.state == "finished":
         assert f"  {sentence}\n" in why
@@ -172,6 +172,31 @@ def test_status_why_list_page_report_and_terminal_agree(
     waiting = {"generation", "tools", "waiting for a replica"}
     seconds = sum(took for name, took in parts.items() if name in waiting)
     assert seconds == pytest.approx(times.shares["generation"] * times.mean_s)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.9] * 6 + [0.25] * 6, "fell: 0.900 in the first 5 steps, 0.250 in the last 5 steps"),
+        ([0.0, 0.5], "rose: 0.000 in the first step, 0.500 in the last step"),
+        ([0.5] * 4, "did not change: 0.500 in the first 2 steps, 0.500 in the last 2 steps"),
+        ([0.5], None),
+    ],
+)
+def test_why_says_what_became_of_the_reward(
+    rewards: list[float],
+    told: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = MadeRun(tmp_path)
+    for reward in rewards:
+        run.add_step(BATCH, reward__mean=reward)
+    run.finish()
+    exit_code_of("why", run.paths.root)
+    why = capsys.readouterr().out
+    assert ("its reward " in why) == (told is not None)
+    assert told is None or f"  its reward {told}\n" in why
 
 
 def test_a_run_at_work_here_is_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,6 +247,19 @@ def test_sessions_of_people_are_a_group_each(paths: RunPaths) -> None:
     assert [row["reply"] for row in group] == ["five"]
 
 
+def test_a_list_of_rows_shows_the_first_question_and_the_last_reply(paths: RunPaths) -> None:
+    texts = ("What is 2 + 2?", "5", "Sure?", "4")
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 2, texts, strict=True)
+    ]
+    seal_in(paths, [replace(trajectory(1), meta={"messages": messages})])
+    with closing(RowIndex(paths, None)) as index:
+        index.index_new_rows()
+        (row,) = index.find_page(offset=0, count=1).rows
+    assert (row["question"], row["reply"]) == ("What is 2 + 2?", "4")
+
+
 def test_what_a_model_says_reaches_no_terminal_as_control_characters(paths: RunPaths) -> None:
     seal_in(paths, [conversation(1, 0, "\x1b[2Jgone\u202eabc \u65e5\u672c" + "\u65e5" * 60)])
     lines = shown(paths, "", width=40)

@@ -30,7 +30,7 @@ function rowColumns(run, rows) {
   return [
     { title: "", cell: (row) => element("a", { href: linkRow(run, row) }, "open") },
     { title: "reward", sort: "reward", number: true, cell: (row) => describeField(row, "reward") },
-    { title: "last question", wide: true, cell: (row) => row.question },
+    { title: "first question", wide: true, cell: (row) => row.question },
     { title: "last reply", wide: true, cell: (row) => row.reply },
     ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => describeField(row, field) })),
     { title: "versions", cell: (row) => row.oldest === row.newest ? row.oldest || "–" : `${row.oldest}..${row.newest}` },
