@@ -15,7 +15,7 @@ from tests.support.site.tables import TABLES
 
 PAGES_DIR = CHECKOUT / "build" / "docs"
 TABLE_MARK = re.compile(
-    r"^(?:In a checkout, `[^`]*` prints this table\.\n\n)?<!-- table: (.+) -->$", re.MULTILINE
+    r"^(?:`python [^`]*` prints this table\.\n\n)?<!-- table: (.+) -->$", re.MULTILINE
 )
 """Mark of a table, with the sentence before it that only a reader of the checkout needs."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
