@@ -48,7 +48,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
 
     $ areal-hpc status runs/quickstart/demo
     """
-    from areal_hpc.view.diagnosis import diagnose
+    from areal_hpc.view.diagnosis import describe_reason
     from areal_hpc.view.formatting import get_program_command
     from areal_hpc.view.state.jobs import describe_allocation_steps, format_jobs
     from areal_hpc.view.state.run_view import RunView
@@ -61,12 +61,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     )
 
     view = RunView(parse_run_dir(arguments.run))
-    lines = [f"{view.paths.run_name}: {view.state}"]
-    if view.state in ("failed", "stopped", "leaderless"):
-        diagnosis = diagnose(view)
-        if diagnosis.chain:
-            reason = diagnosis.headline.removeprefix(f"the run {view.state}: ")
-            lines.append(f"  reason            {escape_line(reason)}")
+    lines = [f"{view.paths.run_name}: {view.state}", *describe_reason(view)]
     lines += format_run_progress(view)
     has_summary = view.step > 0 and (view.jobs.is_local or view.paths.finished_marker.exists())
     lines += [] if has_summary else describe_evaluations(view)

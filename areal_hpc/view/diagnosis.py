@@ -63,6 +63,15 @@ def diagnose(view: RunView) -> Diagnosis:
     )
 
 
+def describe_reason(view: RunView) -> list[str]:
+    """Return the line of a run's state that says why the run ended, if it did not end well."""
+    if view.state not in ("failed", "stopped", "leaderless"):
+        return []
+    diagnosis = diagnose(view)
+    reason = diagnosis.headline.removeprefix(f"the run {view.state}: ")
+    return [f"  reason            {escape_line(reason)}"] if diagnosis.chain else []
+
+
 def _diagnose_state(view: RunView) -> Diagnosis:
     state = view.state
     within_s = MAX_RUNNING_CASCADE_GAP_S if state.startswith("running") else MAX_CASCADE_GAP_S

@@ -42,6 +42,7 @@ from areal_hpc.view.answers.reward_hacking import diagnose_reward_hacking
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit import audit_run
 from areal_hpc.view.dashboard.evaluation_page import label_evaluation_rows
+from areal_hpc.view.diagnosis import describe_reason
 from areal_hpc.view.events import count_unusual_events
 from areal_hpc.view.formatting import (
     Answer,
@@ -123,7 +124,12 @@ def describe_run_overview(view: RunView) -> JsonObject:
         "path": str(view.paths.root),
         "state": view.state,
         "progress": [
-            line.strip() for line in (*format_run_progress(view), *describe_evaluations(view))
+            line.strip()
+            for line in (
+                *describe_reason(view),
+                *format_run_progress(view),
+                *describe_evaluations(view),
+            )
         ],
         "alerts": [
             {"level": alert.level, "rule": alert.rule, "message": alert.message, "hint": alert.hint}

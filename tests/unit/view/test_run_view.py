@@ -146,6 +146,9 @@ def test_status_why_list_page_report_and_terminal_agree(
         assert reported[part] == json.loads(json.dumps(page[part]))
     assert page["state"] == row["state"] == state
     assert row["step"] == view.step
+    reasons = [line.strip() for line in status.splitlines() if line.startswith("  reason ")]
+    assert [line for line in page["progress"] if line.startswith("reason ")] == reasons
+    assert reported["progress"][: len(reasons)] == reasons
     assert page["alerts"] == [
         {"level": alert.level, "rule": alert.rule, "message": alert.message, "hint": alert.hint}
         for alert in view.alerts
