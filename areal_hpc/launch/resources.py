@@ -63,11 +63,12 @@ def estimate_serving_memory(
 ) -> ServingMemory:
     """Estimate the memory of each GPU of a replica: its part of the weights, and the KV cache."""
     element = BYTES_BY_DTYPE[dtype]
-    dense = arch.layers * count_layer_non_expert_parameters(arch, config.tp) + arch.hidden
+    layers = range(arch.layers)
+    dense = sum(count_layer_non_expert_parameters(arch, layer, config.tp) for layer in layers)
     tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
     # SGLang splits every expert over the tensor-parallel ranks.
-    experts = arch.layers * count_layer_expert_parameters(arch, 1) // config.tp
-    weights = (dense + tables + experts) * element
+    experts = sum(count_layer_expert_parameters(arch, layer, 1) for layer in layers) // config.tp
+    weights = (dense + arch.hidden + tables + experts) * element
     heads = max(1, arch.kv_heads // config.tp)  # with more ranks than heads, each is copied
     per_token = 2 * arch.layers * heads * arch.head_dim * element
     tokens = config.max_total_tokens

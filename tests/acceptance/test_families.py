@@ -1,4 +1,4 @@
-"""Families of transformers' own modules through the whole stack: SFT, SGLang, updates and a step.
+"""Families through the whole stack: SFT, SGLang, updates and a step.
 
 Six runs of a tiny model each, seven minutes, one with an adapter. SGLang has no path for gpt_oss on
 a CPU, and the attention of deepseek_v3 ends there with an error.

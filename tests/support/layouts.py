@@ -10,7 +10,8 @@ from tests.support.rank_server import RankServer
 from tests.support.reference_models import ADAPTERS, SIZES, TRANSFORMERS_CONFIGS
 
 MIXTURE = "qwen3_moe"
-FAMILIES = ("llama", "qwen2", "qwen3", MIXTURE)
+MIXTURES = (MIXTURE, "glm4_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", *MIXTURES)
 LAYOUTS: dict[str, dict[str, int]] = {
     "1": {},
     "TP2": {"tp": 2},
@@ -40,7 +41,7 @@ Findings = dict[str, dict[str, Any]]
 def families_of(*layouts: str) -> list[str]:
     """List families that all of these layouts support: expert parallelism is for mixtures only."""
     if any("ep" in LAYOUTS[layout] for layout in layouts):
-        return [MIXTURE]
+        return [*MIXTURES]
     if not set(layouts) <= set(UNDIVIDED_LAYOUTS):
         return [*FAMILIES]
     divided = STATE_FAMILIES if "CP2" in layouts else ()

@@ -84,10 +84,6 @@ TRANSFORMERS_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        {**HEADS_16, **SHARED_EXPERTS, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
-    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {
@@ -162,6 +158,15 @@ def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
             moe_intermediate_size=24,
             norm_topk_prob=True,
         ),
+        "glm4_moe": lambda: transformers.Glm4MoeConfig(
+            **sizes | HEADS_16 | SHARED_EXPERTS,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+            initializer_range=0.1,  # else biases make all tokens alike
+        ),
     }
     if family in config:
         made = config[family]()
@@ -174,8 +179,8 @@ def hf_model(family: str, layers: int = SIZES["num_hidden_layers"]) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases that are not 1 and 0
                 parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
-            if name.endswith("mlp.gate.weight"):  # a router with clear preferences
-                parameter.mul_(20)
+            if name.endswith("mlp.gate.weight") and family != "glm4_moe":
+                parameter.mul_(20)  # a router with clear preferences
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.rand_like(buffer) * 0.1)

@@ -109,17 +109,22 @@ _STORED_NAME_BY_PARAMETER = {
 }
 
 
-def get_stored_name(parameter: ParamMap) -> str:
-    """Return the checkpoint's tensor that holds this parameter of every layer and expert."""
+def get_stored_name(parameter: ParamMap, arch: Architecture) -> str:
+    """Return the checkpoint's tensor with this parameter of all experts, and of equal layers."""
     if parameter.layer is None:
         return parameter.megatron
-    if parameter.expert is not None:
-        return f"decoder.layers.mlp.experts.experts.{parameter.megatron}"
-    return f"decoder.layers.{_STORED_NAME_BY_PARAMETER.get(parameter.megatron, parameter.megatron)}"
+    layer = "" if arch.has_equal_layers else f"{parameter.layer}."
+    name = _STORED_NAME_BY_PARAMETER.get(parameter.megatron, parameter.megatron)
+    experts = "" if parameter.expert is None else "mlp.experts.experts."
+    return f"decoder.layers.{layer}{experts}{name}"
 
 
-def _get_layer_expert_indices(parameter: ParamMap) -> list[int]:
-    return [index for index in (parameter.layer, parameter.expert) if index is not None]
+def _list_stacked_axes(parameter: ParamMap, arch: Architecture) -> list[tuple[int, int]]:
+    """List the parameter's index, and the size, of the axes of layers and experts."""
+    layer = parameter.layer if arch.has_equal_layers else None
+    experts = 0 if arch.experts is None else arch.experts.count
+    axes = ((layer, arch.layers), (parameter.expert, experts))
+    return [(index, size) for index, size in axes if index is not None]
 
 
 class CheckpointWeights:
@@ -166,8 +171,8 @@ class CheckpointWeights:
             if parameter.is_buffer:
                 return weight
             return self.adapter.merge(parameter.megatron, weight.to(self._stored.weight_dtype))
-        indices = tuple(_get_layer_expert_indices(parameter))
-        return self._read_stored(get_stored_name(parameter), indices)
+        indices = tuple(index for index, _ in _list_stacked_axes(parameter, self._arch))
+        return self._read_stored(get_stored_name(parameter, self._arch), indices)
 
     def _read_stored(self, name: str, indices: tuple[int, ...] = ()) -> torch.Tensor:
         shape = self._stored.find_shape(name)[len(indices) :]
@@ -179,9 +184,9 @@ class CheckpointWeights:
         return target.reshape(shape)
 
     def _require_fitting_shape(self, parameter: ParamMap) -> None:
-        stored = self._stored.find_shape(get_stored_name(parameter))
-        counts = (self._arch.layers, self._arch.experts.count if self._arch.experts else 0)
-        stacked = counts[: len(_get_layer_expert_indices(parameter))]
+        name = get_stored_name(parameter, self._arch)
+        stored = self._stored.find_shape(name)
+        stacked = tuple(size for _, size in _list_stacked_axes(parameter, self._arch))
         rows, rest = sum(tensor.shape[0] for tensor in parameter.hf), parameter.hf[0].shape[1:]
         if parameter.shape:
             rows, rest = parameter.shape[0], parameter.shape[1:]
@@ -189,7 +194,7 @@ class CheckpointWeights:
         may_be_padded = not stacked and stored[1:] == rest and stored[:1] > (rows,)
         if stored != (*stacked, rows, *rest) and not may_be_padded:
             raise RecipeError(
-                f"the checkpoint has {stored or 'nothing'} under {get_stored_name(parameter)}, "
+                f"the checkpoint has {stored or 'nothing'} under {name}, "
                 f"expected {(*stacked, rows, *rest)}",
                 key=str(self._directory),
                 hint="export with the recipe that the run was trained with",

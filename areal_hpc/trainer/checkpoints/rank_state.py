@@ -206,7 +206,8 @@ def _list_state_shards(
     network: TrainedNetwork, optimizer: Optimizer, prefix: str
 ) -> list[StateShard]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": not network.arch.has_equal_layers}
+    sharded = network.gpt.sharded_state_dict(metadata=metadata)
     parts: dict[torch.Tensor, list[ShardedTensor]] = {
         item.data: item.build() if isinstance(item, ShardedTensorFactory) else [item]
         for item in nested_values(extract_sharded_tensors_and_factories(sharded)[0])

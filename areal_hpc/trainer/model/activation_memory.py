@@ -36,22 +36,25 @@ _WRITTEN_OUT_ATTENTION_FAMILIES = ("gpt_oss", "gemma2")
 
 
 def count_stage_activation_bytes(
-    arch: Architecture, config: TrainerConfig, layers: int, tokens: int
+    arch: Architecture, config: TrainerConfig, layers: range, tokens: int
 ) -> int:
     """Count bytes that the `layers` of a stage keep of a micro-batch from forward to backward."""
     parallel, activations = config.parallel, config.activations
-    recomputed = activations.count_recomputed_layers(layers)
+    recomputed = activations.count_recomputed_layers(len(layers))
     is_selective = activations.recompute == "selective"
     if arch.transformers_config and activations.recompute != "none":
-        recomputed = layers
+        recomputed = len(layers)
     element = BYTES_BY_DTYPE[config.dtype]
     inputs = recomputed * element * _count_values_per_rank(parallel, tokens, arch.hidden)
-    if recomputed == layers:
+    if recomputed == len(layers):
         return inputs
     if arch.transformers_config:
         return sum(_list_layer_bytes(arch, parallel, config.dtype, tokens))
-    each = element * _count_megatron_values(arch, parallel, tokens, is_selective=is_selective)
-    return inputs + (layers - recomputed) * each
+    kept = (
+        _count_megatron_values(arch, layer, parallel, tokens, is_selective=is_selective)
+        for layer in layers[recomputed:]
+    )
+    return inputs + element * sum(kept)
 
 
 def count_layer_activation_bytes(
@@ -63,7 +66,10 @@ def count_layer_activation_bytes(
     """
     if arch.transformers_config:
         return max(_list_layer_bytes(arch, parallel, dtype, tokens))
-    return BYTES_BY_DTYPE[dtype] * _count_megatron_values(arch, parallel, tokens)
+    largest = max(
+        _count_megatron_values(arch, layer, parallel, tokens) for layer in range(arch.layers)
+    )
+    return BYTES_BY_DTYPE[dtype] * largest
 
 
 def _count_values_per_rank(parallel: ParallelConfig, tokens: int, numbers: int) -> int:
@@ -76,7 +82,12 @@ def _count_seen_tokens(parallel: ParallelConfig, tokens: int) -> int:
 
 
 def _count_megatron_values(
-    arch: Architecture, parallel: ParallelConfig, tokens: int, *, is_selective: bool = False
+    arch: Architecture,
+    layer: int,
+    parallel: ParallelConfig,
+    tokens: int,
+    *,
+    is_selective: bool = False,
 ) -> int:
     """Count numbers that one of Megatron's layers keeps.
 
@@ -88,10 +99,11 @@ def _count_megatron_values(
     kept = 2 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
     if not is_selective:
         kept += 2 * arch.hidden
-        if arch.experts is None:
+        experts = arch.get_experts(layer)
+        if experts is None:
             kept += 3 * arch.ffn
         else:  # sent tokens, gate, up and weighted product
-            kept += arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn)
+            kept += experts.per_token * (arch.hidden + 3 * experts.ffn) + 3 * experts.shared_ffn
     numbers = _count_values_per_rank(parallel, tokens, kept)
     if parallel.cp > 1:
         numbers += 2 * keys * _count_seen_tokens(parallel, tokens) // parallel.tp

@@ -231,7 +231,8 @@ class RotaryPackedCausalAttention(MegatronModule):  # type: ignore[misc]
 class _Rotary(torch.autograd.Function):
     """Rotary position embedding, in which the two halves of a head form the pairs.
 
-    The gradient of a rotation is rotated back by the same angle, and has the same scale.
+    If there are fewer angles than pairs, the end of a head stays as it is. The gradient of a
+    rotation is rotated back by the same angle, and has the same scale.
     """
 
     @staticmethod
@@ -253,8 +254,10 @@ def _apply_rotary(
 ) -> torch.Tensor:
     states = states_TND.to(cos_TD.dtype)  # rounded once, after the rotation
     turned_TND = torch.empty_like(states, memory_format=torch.contiguous_format)
-    first, second = states.chunk(2, -1)
-    turned_first, turned_second = turned_TND.chunk(2, -1)
+    rotated = 2 * cos_TD.shape[-1]
+    turned_TND[..., rotated:] = states[..., rotated:]
+    first, second = states[..., :rotated].chunk(2, -1)
+    turned_first, turned_second = turned_TND[..., :rotated].chunk(2, -1)
     torch.mul(first, cos_TD, out=turned_first).addcmul_(second, sin_TD, value=-1)
     torch.mul(second, cos_TD, out=turned_second).addcmul_(first, sin_TD)
     return turned_TND.to(states_TND.dtype)

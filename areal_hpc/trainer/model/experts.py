@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.function import once_differentiable
 
@@ -144,10 +145,11 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 def use_stable_dispatch(gpt: Any) -> None:
     """Replace the dispatcher of every mixture layer: Megatron has no option for its class."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    for layer in gpt.decoder.layers:
-        layer.mlp.token_dispatcher = StableTokenDispatcher(
-            layer.mlp.num_local_experts, layer.mlp.local_expert_indices, layer.mlp.config, groups
-        )
+    for mlp in (layer.mlp for layer in gpt.decoder.layers):
+        if isinstance(mlp, MoELayer):
+            mlp.token_dispatcher = StableTokenDispatcher(
+                mlp.num_local_experts, mlp.local_expert_indices, mlp.config, groups
+            )
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]

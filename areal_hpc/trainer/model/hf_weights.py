@@ -269,12 +269,17 @@ def list_hf_specs(policy: TrainedNetwork) -> list[HfTensorSpecWithDtype]:
     """Return name, shape and dtype of every tensor of `stream_hf_tensors`, in order."""
     specs = []
     for parameter in policy.weight_map:
-        dtype = policy.dtype
-        if parameter.is_buffer:
-            local = policy.get_local_part(parameter)
-            dtype = dtype if local is None else local.dtype
+        dtype = _get_dtype(policy, parameter)
         specs += [(tensor.name, tensor.shape, dtype) for tensor in parameter.hf]
     return specs
+
+
+def _get_dtype(policy: TrainedNetwork, parameter: ParamMap) -> torch.dtype:
+    if not parameter.is_buffer:
+        return policy.dtype
+    local = policy.get_local_part(parameter)
+    # Other stages may hold only the biases of routers, which are in float32.
+    return torch.float32 if local is None else local.dtype
 
 
 @torch.no_grad()
@@ -323,7 +328,8 @@ def _broadcast_from_owner(policy: TrainedNetwork, parameter: ParamMap) -> torch.
         return policy.adapter.merge(parameter.megatron, whole)
     if local is None:
         shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
-        local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
+        dtype = _get_dtype(policy, parameter)
+        local = torch.empty(shape, dtype=dtype, device=policy.device)
     part = local.detach().contiguous()
     stage = _find_pipeline_stage(parameter, policy.arch.layers, stages.size())
     dist.broadcast(part, dist.get_global_rank(stages, stage), group=stages)

@@ -19,7 +19,7 @@ from areal_hpc.trainer.model.activation_memory import (
 )
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
-    divide_layers_over_stages,
+    list_stage_layers,
 )
 from areal_hpc.trainer.model.parameter_counts import (
     count_critic_stage_parameters,
@@ -189,7 +189,7 @@ def _count_activation_bytes(
     # 1F1B: stage s has begun pp - s micro-batches before the first one returns.
     kept = (parallel.pp - stage) * max(
         count_stage_activation_bytes(
-            network, config, divide_layers_over_stages(network.layers, parallel.pp)[stage], tokens
+            network, config, list_stage_layers(network.layers, parallel.pp, stage), tokens
         )
         for network in trained
     )

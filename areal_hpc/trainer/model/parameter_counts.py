@@ -8,26 +8,28 @@ from dataclasses import replace
 from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
-    divide_layers_over_stages,
+    list_stage_layers,
 )
 
 
-def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
-    """Count parameters of one layer on one tensor-parallel rank, without those of experts."""
+def count_layer_non_expert_parameters(arch: Architecture, layer: int, tp: int) -> int:
+    """Count parameters of a layer on one tensor-parallel rank, without those of routed experts."""
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     qkv = (queries + 2 * keys) // tp
     count = 2 * arch.hidden + qkv * arch.hidden + queries // tp * arch.hidden
     count += qkv if arch.qkv_bias else 0
     count += 2 * arch.head_dim if arch.qk_norm else 0
-    if arch.experts is not None:
-        return count + arch.experts.count * arch.hidden  # the router, whole on every rank
-    return count + 3 * arch.ffn // tp * arch.hidden
+    experts = arch.get_experts(layer)
+    if experts is None:
+        return count + 3 * arch.ffn // tp * arch.hidden
+    # The router is whole on every rank.
+    router = experts.count * (arch.hidden + experts.is_sigmoid)
+    return count + router + 3 * experts.shared_ffn // tp * arch.hidden
 
 
-def count_layer_expert_parameters(arch: Architecture, ep: int) -> int:
-    if arch.experts is None:
-        return 0
-    return arch.experts.count // ep * 3 * arch.experts.ffn * arch.hidden
+def count_layer_expert_parameters(arch: Architecture, layer: int, ep: int) -> int:
+    experts = arch.get_experts(layer)
+    return 0 if experts is None else experts.count // ep * 3 * experts.ffn * arch.hidden
 
 
 def count_embedding_parameters(arch: Architecture, tp: int) -> int:
@@ -40,15 +42,15 @@ def count_stage_parameters(
     """Count parameters of one rank of a pipeline stage: others, then experts'."""
     if arch.parameters is not None:
         return arch.parameters.dense, arch.parameters.experts
-    layers, last = divide_layers_over_stages(arch.layers, parallel.pp)[stage], parallel.pp - 1
-    dense = layers * count_layer_non_expert_parameters(arch, parallel.tp)
+    layers, last = list_stage_layers(arch.layers, parallel.pp, stage), parallel.pp - 1
+    dense = sum(count_layer_non_expert_parameters(arch, layer, parallel.tp) for layer in layers)
     if stage == 0:
         dense += count_embedding_parameters(arch, parallel.tp)
     if stage == last:
         dense += arch.hidden
         if not arch.tied or last > 0:  # a tied head on another stage is a copy of the embedding
             dense += count_embedding_parameters(arch, parallel.tp)
-    return dense, layers * count_layer_expert_parameters(arch, parallel.ep)
+    return dense, sum(count_layer_expert_parameters(arch, layer, parallel.ep) for layer in layers)
 
 
 def count_trained_parameters(

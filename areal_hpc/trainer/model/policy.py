@@ -14,10 +14,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
@@ -33,8 +31,10 @@ from areal_hpc.trainer.model.experts import GroupedExperts, use_stable_dispatch
 from areal_hpc.trainer.model.families.architecture import (
     MEGATRON_MODEL_TYPES,
     Architecture,
+    MoeConfig,
     divide_layers_over_stages,
     find_layout_problems,
+    list_stage_layers,
 )
 from areal_hpc.trainer.model.families.lora import AdapterExport, add_adapter, get_base_name
 from areal_hpc.trainer.model.families.weight_map import (
@@ -49,6 +49,7 @@ from areal_hpc.trainer.model.sharding import shard_decoder
 from areal_hpc.trainer.private_apis.megatron_private import (
     ScoredTokenCritic,
     ScoredTokenGPT,
+    add_expert_biases,
     enable_norm_recompute,
 )
 
@@ -75,7 +76,7 @@ class Network:
     weight_map: list[ParamMap] = field(init=False)
     """Parameters of the network that a model directory stores."""
     adapter: AdapterExport = field(init=False)
-    _held: dict[str, torch.nn.Parameter] = field(init=False)
+    _held: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.weight_map = list_parameter_maps(self.arch)
@@ -83,7 +84,7 @@ class Network:
             state = self.gpt.causal_lm.state_dict(keep_vars=True)
             self._held = {get_base_name(name): tensor for name, tensor in state.items()}
         else:
-            self._held = dict(self.gpt.named_parameters())
+            self._held = {**dict(self.gpt.named_parameters()), **dict(self.gpt.named_buffers())}
         self.adapter = AdapterExport(self.arch, self._held.__getitem__)
 
     @property
@@ -246,14 +247,16 @@ def build_network(
     }
     gpt: ScoredTokenGPT | ScoredTokenCritic
     if gives_values:
-        gpt = ScoredTokenCritic(config, _build_block_spec(config), **options)
+        gpt = ScoredTokenCritic(config, _build_block_spec(arch, config), **options)
     else:
         options["share_embeddings_and_output_weights"] = arch.tied
         options["compute_logits"] = compute_logits
-        gpt = ScoredTokenGPT(config, _build_block_spec(config), **options)
+        gpt = ScoredTokenGPT(config, _build_block_spec(arch, config), **options)
     gpt = gpt.to(device=device, dtype=dtype)
     if arch.experts is not None:
         use_stable_dispatch(gpt)
+        if arch.experts.is_sigmoid:
+            add_expert_biases(gpt)
     return Network(
         arch=arch,
         gpt=gpt,
@@ -285,6 +288,14 @@ def build_transformer_config(
             "moe_router_pre_softmax": not experts.norm_weights,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
+            "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        }
+    if experts is not None and experts.is_sigmoid:
+        mixture |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": experts.scale,
+            "moe_router_num_groups": experts.groups,
+            "moe_router_group_topk": experts.chosen_groups if experts.groups > 1 else None,
         }
     return TransformerConfig(
         num_layers=arch.layers,
@@ -344,7 +355,7 @@ def _build_recompute_options(
     if activations.recompute == "selective":
         enable_norm_recompute()
         # Not attention: FlashAttention recomputes its scores itself.
-        modules = ["layernorm", "mlp" if arch.experts is None else "moe"]
+        modules = ["layernorm", "mlp"] if arch.experts is None else ["layernorm", "mlp", "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     layers = max(divide_layers_over_stages(arch.layers, parallel.pp))
     recomputed = activations.count_recomputed_layers(layers)
@@ -393,11 +404,18 @@ def _skip_weight_init(weights: torch.Tensor) -> torch.Tensor:
     return weights
 
 
-def _build_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _build_block_spec(arch: Architecture, config: TransformerConfig) -> TransformerBlockSubmodules:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = list_stage_layers(arch.layers, config.pipeline_model_parallel_size, stage)
+    specs = [_build_layer_spec(config, arch.get_experts(layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _build_layer_spec(config: TransformerConfig, experts: MoeConfig | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=config.qk_layernorm,
-        num_experts=config.num_moe_experts,
+        num_experts=None if experts is None else experts.count,
         moe_grouped_gemm=False,
     )
     attention = spec.submodules.self_attention.submodules
@@ -405,10 +423,10 @@ def _build_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = spec.submodules.mlp.submodules
-    if config.num_moe_experts is None:
+    if experts is None:
         mlp.activation_func = swiglu
     else:
         mlp.experts = GroupedExperts
+        mlp.shared_experts.submodules.activation_func = swiglu
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+    return spec

@@ -27,7 +27,7 @@ class RouterReplay:
         self.sums: dict[str, torch.Tensor] = {}
         """Sums over layers and forward passes: tokens with a route (`followed`), and tokens whose
         router would choose other experts (`rerouted`)."""
-        self._family = arch.family
+        self._arch = arch
         self._packs: list[torch.Tensor | None] = []
         """Routes [T, layer, k] of the packs of the current passes, in their order."""
         self._is_forward = False
@@ -35,8 +35,9 @@ class RouterReplay:
         """Number of recomputed packs by layer: backward passes keep the order of forward passes."""
         if not arch.transformers_config:
             for layer in gpt.decoder.layers:
-                choose = partial(self._choose, layer.layer_number - 1)
-                replace_expert_choice(layer.mlp.router, choose)
+                number = layer.layer_number - 1
+                if arch.get_experts(number) is not None:
+                    replace_expert_choice(layer.mlp.router, partial(self._choose, number))
             return
         for name, module in gpt.named_modules():
             number = re.search(r"\.layers\.(\d+)\.", name)
@@ -67,9 +68,11 @@ class RouterReplay:
             yield
         finally:
             self._is_forward = False
-        if routes_TLK is not None and not self.sums:
+        # A stage of Megatron's layers may have no router.
+        if routes_TLK is not None and not self.sums and self._arch.transformers_config:
+            family = self._arch.family
             raise RecipeError(
-                f"the routers of {self._family} choose experts in a way that is not known here",
+                f"the routers of {family} choose experts in a way that is not known here",
                 key="trainer.router_replay",
                 hint="set trainer.router_replay=false",
             )

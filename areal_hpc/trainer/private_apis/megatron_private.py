@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
 
 ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Logits [N, V] of states [N, H] and the weights [V, H] of a head."""
@@ -98,6 +99,17 @@ def replace_expert_choice(router: Any, choose: ChooseExperts) -> None:
         return choose(scores_TE, *compute_topk(scores_TE, *sizes))
 
     router.router_replay = SimpleNamespace(get_replay_topk=get_replay_topk)
+
+
+def add_expert_biases(gpt: Any) -> None:
+    """Give routers the float32 buffer `expert_bias`, which corrects scores for the choice.
+
+    Megatron's own option also counts tokens in every pass, and moves the bias by the counts.
+    """
+    for router in (module for module in gpt.modules() if isinstance(module, TopKRouter)):
+        del router.expert_bias
+        bias_E = torch.zeros(len(router.weight), device=router.weight.device)
+        router.register_buffer("expert_bias", bias_E)
 
 
 def begin_copy_of_split_sizes(dispatcher: Any) -> None:

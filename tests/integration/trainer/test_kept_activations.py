@@ -38,12 +38,15 @@ FAMILIES = choose(TRANSFORMERS_CONFIGS, "deepseek_v3", "gemma3", "gpt_oss", "qwe
 TOKENS = 512
 MOST_ERROR, MOST_MEGATRON_ERROR = 0.05, 0.04
 # As many key-value heads as heads: without FlashAttention grouped heads are copied.
-WIDE = Architecture("qwen2", 1, 256, 8, 8, 32, 768, 512, 1e-6, 1e4, None, tied=True)
-MEGATRON = {
-    "qwen2": WIDE,
-    "qwen3": replace(WIDE, family="qwen3"),
-    "qwen3_moe": replace(WIDE, family="qwen3_moe", experts=MoeConfig(4, 2, 192, norm_weights=True)),
-}
+WIDE = Architecture("llama", 1, 256, 8, 8, 32, 768, 512, 1e-6, 1e4, None, tied=True)
+EXPERTS = MoeConfig(4, 2, 192, norm_weights=True)
+SHARED = replace(EXPERTS, dense_layers=2, shared_ffn=192, is_sigmoid=True, scale=1.5)
+MEGATRON = (
+    replace(WIDE, qkv_bias=True),
+    replace(WIDE, qk_norm=True),
+    replace(WIDE, qk_norm=True, experts=EXPERTS),
+    replace(WIDE, rotary_share=0.5, experts=SHARED),
+)
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -136,13 +139,14 @@ def check_layers(
 ) -> None:
     measured = measure_kept_bytes(more, config) - measure_kept_bytes(fewer, config)
     counted = [
-        count_stage_activation_bytes(stage, config, stage.layers, TOKENS) for stage in (fewer, more)
+        count_stage_activation_bytes(arch, config, range(arch.layers), TOKENS)
+        for arch in (fewer, more)
     ]
     assert measured == pytest.approx(counted[1] - counted[0], rel=most_error)
 
 
 def check_megatron(scenario: Scenario, paths: RunPaths) -> None:
-    for arch in MEGATRON.values():
+    for arch in MEGATRON:
         config = TrainerConfig(dtype="float32")
         check_layers(arch, replace(arch, layers=3), config, MOST_MEGATRON_ERROR)
 

@@ -23,7 +23,7 @@ from tests.support.layouts import (
     GRADIENT_BOUND,
     LAYOUTS,
     LOGPROB_BOUND,
-    MIXTURE,
+    MIXTURES,
     NORM_BOUND,
     RESUME_BOUND,
     Findings,
@@ -42,7 +42,8 @@ ALL = (*OTHERS, "1")
 RESUMED_FROM = {"PP2": ("TP2",), "CP2": ("PP2",), "DP2, EP2": ("TP2", "PP2"), "1": OTHERS}
 """Earlier layouts whose checkpoints a layout resumes, by layout."""
 ALL_CASES = [(layout, family) for layout in ALL for family in layouts.FAMILIES]
-CASES = choose(ALL_CASES, *((layout, MIXTURE) for layout in ALL), ("TP2", "llama"), ("1", "llama"))
+MIXTURE_CASES = [(layout, family) for layout in ALL for family in MIXTURES]
+CASES = choose(ALL_CASES, *MIXTURE_CASES, ("TP2", "llama"), ("1", "llama"))
 FILE_BYTES = 64 * 1024
 Export = Callable[[str, str], Path]
 
@@ -72,7 +73,7 @@ def exported(root: Path) -> Export:
         folder, lines = root / layout / family, list[str]()
         checkpoint = choose_checkpoint(folder / "checkpoints", None)
         out = folder / "exported"
-        export_checkpoint(checkpoint, folder, out, lines.append, file_bytes=FILE_BYTES)
+        export_checkpoint(checkpoint, folder / "saved", out, lines.append, file_bytes=FILE_BYTES)
         assert len(lines) == len([*out.glob("*.safetensors")]) > 1
         return out
 
@@ -115,7 +116,7 @@ def test_a_checkpoint_resumes_under_another_layout(
 def test_layers_that_the_stages_do_not_divide(ranks: RankServer, tmp_path: Path) -> None:
     undivided, uneven = tmp_path / "whole", tmp_path / "uneven"
     # A tied embedding, on the first and the last stage; experts.
-    families = choose(("llama", "qwen3_moe"), "llama")
+    families = choose(("llama", *MIXTURES), "llama")
     findings = launch(ranks, uneven, LAYOUTS["PP2, 3 layers"], families)
     resumed = launch(ranks, undivided, LAYOUTS["1, 3 layers"], families, [uneven])
     for family in families:

@@ -46,8 +46,10 @@ from tests.support.replay_worker import Scenario, begin_training, make_learner, 
 from tests.support.replayed_run import check_layouts_agree
 from tests.support.thoroughness import choose
 
-DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
-MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 48, norm_weights=True))
+DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True, qkv_bias=True)
+MIXTURE = replace(
+    DENSE, qkv_bias=False, qk_norm=True, experts=MoeConfig(4, 2, 48, norm_weights=True)
+)
 SETTINGS = [
     {"recompute": "full"},
     {"recompute": 1},
@@ -221,7 +223,7 @@ def test_tensors_are_made_on_the_default_device_after_it_as_before(
     assert str(torch.zeros(2, device="cuda").device) == "cpu"
 
 
-TIED = Architecture("qwen2", 2, 64, 8, 4, 8, 128, 500, 1e-6, 1e4, None, tied=True)
+TIED = replace(DENSE, layers=2, vocab=500)
 LENGTH = 60
 MOST_ERROR = 2e-5
 """Largest error of a log-probability, in nats; with logits in bfloat16 it is .03."""

@@ -52,7 +52,7 @@ def test_a_perturbed_router_and_gradients_of_float64(ranks: RankServer, tmp_path
 
 
 def check_perturbed_routers(scenario: dict[str, Any], paths: RunPaths) -> None:
-    for family in ("qwen3_moe", "gpt_oss"):
+    for family in ("qwen3_moe", "glm4_moe", "gpt_oss"):
         before = load(family, perturbation=0.0)
         rows = [as_row(row, choose_routes(family, row)) for row in make_rows(1)]
         assert measure_rerouted_share(before, rows) == 0

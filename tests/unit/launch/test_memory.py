@@ -34,8 +34,10 @@ COUNTS = {
     "Qwen2.5-Math-7B-Instruct": 7_615_616_512,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "GLM-4.5-Air": 106_852_251_264,
 }
-"""Parameters in the models' safetensors files, without a tied head."""
+"""Parameters in the models' safetensors files, without a tied head and layers that predict
+further tokens."""
 
 
 @functools.cache

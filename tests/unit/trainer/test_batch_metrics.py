@@ -243,10 +243,17 @@ def test_a_dense_network() -> None:
 def test_of_a_mixture_the_experts_that_a_token_visits_count() -> None:
     weights = 3 * (QKV_AND_OUT + 8 * 8 + 2 * 3 * 8 * 6)
     assert count_training_flops(MIXTURE, [1], 0) == 3 * (2 * weights + 2 * 3 * 8)
+    assert MIXTURE.experts is not None
+    experts = replace(MIXTURE.experts, dense_layers=1, shared_ffn=5, is_sigmoid=True)
+    weights = 3 * QKV_AND_OUT + 3 * 8 * 16 + 2 * (8 * 8 + 2 * 3 * 8 * 6 + 3 * 8 * 5)
+    flops = count_training_flops(replace(MIXTURE, experts=experts), [1], 0)
+    assert flops == 3 * (2 * weights + 2 * 3 * 8)
 
 
 def test_short_rows_of_a_known_model_take_six_operations_a_weight() -> None:
-    arch = Architecture("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e-6, 1e6, None, tied=False)
+    arch = Architecture(
+        "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e-6, 1e6, None, tied=False, qk_norm=True
+    )
     assert count_model_parameters(arch) == 8_190_735_360  # as its authors publish
     # 8.19e9 weights, of which the embedding, 0.62e9, is looked up.
     assert count_training_flops(arch, [100], 100) == pytest.approx(6 * 7.57e9 * 100, rel=0.01)

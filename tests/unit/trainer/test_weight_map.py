@@ -24,15 +24,16 @@ from areal_hpc.trainer.model.families.weight_map import (
 
 QWEN3 = Architecture(
     "qwen3", layers=2, hidden=12, heads=8, kv_heads=4, head_dim=2, ffn=20, vocab=13,
-    norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied=True,
+    norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied=True, qk_norm=True,
 )  # fmt: skip
-MIXTURE = replace(QWEN3, family="qwen3_moe", experts=MoeConfig(4, 2, 6, norm_weights=True))
+EXPERTS = MoeConfig(4, 2, 6, norm_weights=True)
+MIXTURE = replace(QWEN3, experts=EXPERTS)
 FAMILIES = [
     MIXTURE,
     QWEN3,
     replace(QWEN3, tied=False),
-    replace(QWEN3, family="qwen2"),
-    replace(QWEN3, family="llama", tied=False),
+    replace(QWEN3, qkv_bias=True, qk_norm=False),
+    replace(MIXTURE, experts=replace(EXPERTS, dense_layers=1, shared_ffn=8, is_sigmoid=True)),
 ]
 every_family = pytest.mark.parametrize("arch", FAMILIES)
 
@@ -131,6 +132,7 @@ def test_yarn_is_that_of_transformers(head_dim: int, theta: float) -> None:
         {"rope_scaling": {"type": "dynamic"}},
         {"rope_scaling": YARN | {"mscale": 1.0}},
         {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+        {"model_type": "glm4_moe", "num_experts_per_tok": 1},
     ],
 )
 def test_what_megatron_s_layers_lack_is_trained_by_transformers(change: dict[str, object]) -> None:

@@ -13,7 +13,8 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.trainer import LoraConfig, ParallelConfig
 from areal_hpc.wire.trajectory import MixtureShape, parse_mixture_shape
 
-MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+GLM_MOE = "glm4_moe"
+MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", GLM_MOE)
 """Model types built from Megatron's layers. Other decoders use transformers' own modules."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -53,6 +54,18 @@ class MoeConfig:
     """Width of one expert."""
     norm_weights: bool
     """Whether the weights of the experts that a token visits are scaled to sum to 1."""
+    dense_layers: int = 0
+    """Number of first layers without experts, which are `Architecture.ffn` wide."""
+    shared_ffn: int = 0
+    """Width of all shared experts together, which every token visits; 0 without any."""
+    is_sigmoid: bool = False
+    """Whether scores are sigmoids, and a bias that is never trained corrects them for the choice
+    of experts."""
+    groups: int = 1
+    chosen_groups: int = 1
+    """Number of groups whose experts a token may visit."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,10 @@ class Architecture:
     """Whether input embedding and output head are one matrix."""
     experts: MoeConfig | None = None
     """Mixture of experts; None for a dense network, whose feed-forward layers are `ffn` wide."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotary_share: float = 1.0
+    """Share of each head, from its start, that is rotated."""
     transformers_config: str = ""
     """`config.json` of a network of transformers' own modules; empty for Megatron's layers."""
     parameters: StoredParameters | None = None
@@ -99,23 +116,24 @@ class Architecture:
     """Adapter that is trained in place of the weights, on transformers' own modules."""
 
     @property
-    def qkv_bias(self) -> bool:
-        return self.family == "qwen2"
-
-    @property
     def mixture(self) -> MixtureShape | None:
         """Shape of tokens' routes; None for a dense network."""
         experts = self.experts
         return MixtureShape(self.layers, experts.per_token, experts.count) if experts else None
 
     @property
-    def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+    def has_equal_layers(self) -> bool:
+        return self.experts is None or self.experts.dense_layers == 0
+
+    def get_experts(self, layer: int) -> MoeConfig | None:
+        """Return the mixture of one of Megatron's layers; None for a dense layer."""
+        experts = self.experts
+        return None if experts is None or layer < experts.dense_layers else experts
 
     def compute_rope_frequencies(self) -> list[float]:
-        """Return the angle per position of each of the `head_dim / 2` rotary pairs."""
-        pairs = range(0, self.head_dim, 2)
-        plain = [self.rope_theta ** -(pair / self.head_dim) for pair in pairs]
+        """Return the angle per position of each rotary pair."""
+        rotated = int(self.head_dim * self.rotary_share)
+        plain = [self.rope_theta ** -(pair / rotated) for pair in range(0, rotated, 2)]
         scaling = self.rope_scaling
         if scaling is None:
             return plain
@@ -207,6 +225,7 @@ def _parse_config(config: Mapping[str, Any], config_file: str) -> Architecture:
         return _parse_for_transformers(family, config, config_file)
     heads = int(config["num_attention_heads"])
     rope = config.get("rope_parameters") or {}
+    is_glm = family == GLM_MOE
     return Architecture(
         family=family,
         layers=int(config["num_hidden_layers"]),
@@ -221,7 +240,10 @@ def _parse_config(config: Mapping[str, Any], config_file: str) -> Architecture:
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         rope_scaling=_parse_rope_scaling(rope or config.get("rope_scaling") or {}),
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_parse_experts(config) if family == "qwen3_moe" else None,
+        experts=_parse_experts(config) if family.endswith("_moe") else None,
+        qkv_bias=family == "qwen2" or bool(config.get("attention_bias")),
+        qk_norm=family in ("qwen3", "qwen3_moe") or bool(config.get("use_qk_norm")),
+        rotary_share=float({**config, **rope}.get("partial_rotary_factor", 0.5)) if is_glm else 1.0,
     )
 
 
@@ -233,6 +255,12 @@ def _fits_megatron_layers(config: Mapping[str, Any]) -> bool:
         and not {"mscale", "mscale_all_dim"}.intersection(rope)
         and rope.get("truncate", True)
     )
+    if config["model_type"] == GLM_MOE:
+        # Megatron always scales several sigmoids to sum to 1, and never a single one. It compares
+        # groups by as many experts as a token visits in each, transformers by two.
+        per_token, groups = config["num_experts_per_tok"], config.get("n_group", 1)
+        fits_groups = groups == 1 or per_token == 2 * config["topk_group"]
+        return fits_rope and fits_groups and per_token > 1 and config.get("norm_topk_prob", True)
     has_other_layers = any(
         config.get(key)
         for key in ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers")
@@ -284,11 +312,25 @@ def _parse_for_transformers(
 
 
 def _parse_experts(config: Mapping[str, Any]) -> MoeConfig:
+    per_token, ffn = int(config["num_experts_per_tok"]), int(config["moe_intermediate_size"])
+    if config["model_type"] == GLM_MOE:
+        return MoeConfig(
+            count=int(config["n_routed_experts"]),
+            per_token=per_token,
+            ffn=ffn,
+            norm_weights=True,
+            dense_layers=int(config.get("first_k_dense_replace", 1)),
+            shared_ffn=int(config.get("n_shared_experts", 1)) * ffn,
+            is_sigmoid=True,
+            groups=int(config.get("n_group", 1)),
+            chosen_groups=int(config.get("topk_group", 1)),
+            scale=float(config.get("routed_scaling_factor", 1.0)),
+        )
     return MoeConfig(
         # transformers 5 may write num_local_experts for num_experts.
         count=int(config.get("num_experts") or config["num_local_experts"]),
-        per_token=int(config["num_experts_per_tok"]),
-        ffn=int(config["moe_intermediate_size"]),
+        per_token=per_token,
+        ffn=ffn,
         norm_weights=bool(config.get("norm_topk_prob", False)),
     )
 
@@ -302,6 +344,12 @@ def divide_layers_over_stages(layers: int, stages: int) -> tuple[int, ...]:
     """
     each, remainder = divmod(layers, stages)
     return tuple(each + (0 < stages - 1 - stage <= remainder) for stage in range(stages))
+
+
+def list_stage_layers(layers: int, stages: int, stage: int) -> range:
+    counts = divide_layers_over_stages(layers, stages)
+    first = sum(counts[:stage])
+    return range(first, first + counts[stage])
 
 
 def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
@@ -334,9 +382,12 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
     ]
     if arch.experts is not None:
         cuts.append(("num_experts", arch.experts.count, "ep", parallel.ep))
+        shared = arch.experts.shared_ffn
+        cuts.append(("moe_intermediate_size of all shared experts", shared, "tp", parallel.tp))
     else:
-        cuts.append(("intermediate_size", arch.ffn, "tp", parallel.tp))
         cuts.append(("the number of experts of a dense network,", 1, "ep", parallel.ep))
+    if arch.get_experts(0) is None:
+        cuts.append(("intermediate_size", arch.ffn, "tp", parallel.tp))
     for size_name, size, key, parts in cuts:
         if size % parts:
             yield Problem(

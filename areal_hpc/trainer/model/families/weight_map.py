@@ -5,7 +5,7 @@ rows (`_list_layer_parameters`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -126,13 +126,20 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
     out = {"self_attn.o_proj.weight": (hidden, widths["q"])}
     yield row("self_attention.linear_proj.weight", TpSplit.WEIGHT_COLUMNS, out)
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
-    if arch.experts is None:
+    experts = arch.get_experts(layer)
+    if experts is None:
         yield from mlp("mlp.", "mlp", arch.ffn)
         return
-    router = {"mlp.gate.weight": (arch.experts.count, hidden)}
+    router = {"mlp.gate.weight": (experts.count, hidden)}
     yield row("mlp.router.weight", TpSplit.WHOLE, router)
-    for expert in range(arch.experts.count):
-        yield from mlp("", f"mlp.experts.{expert}", arch.experts.ffn, expert)
+    if experts.is_sigmoid:
+        bias = {"mlp.gate.e_score_correction_bias": (experts.count,)}
+        parameter = row("mlp.router.expert_bias", TpSplit.WHOLE, bias)
+        yield replace(parameter, is_buffer=True, is_trained=False)
+    for expert in range(experts.count):
+        yield from mlp("", f"mlp.experts.{expert}", experts.ffn, expert)
+    if experts.shared_ffn:
+        yield from mlp("mlp.shared_experts.", "mlp.shared_experts", experts.shared_ffn)
 
 
 def _read_names(arch: Architecture) -> Any:
