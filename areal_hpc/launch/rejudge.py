@@ -2,14 +2,18 @@
 
 The function is called as ready agents call theirs: with the task's messages, the text of the
 episode's last reply, two times None in place of token ids, and the task's other keys. A parameter
-named `conversation` gets all messages up to that reply.
+named `conversation` gets all messages up to that reply, one named `folder` a folder with the kept
+files of the episode's sandbox.
 """
 
 import asyncio
 import inspect
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import starmap
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -21,23 +25,50 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.sandbox import ISOLATION_VARIABLE
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.reward.judge_check import measure_agreement
+from areal_hpc.rollout.execution.agent_sandboxes import MAX_KEPT_BYTES
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rejudged_rewards import RejudgedEpisode, read_rejudged_episodes
 from areal_hpc.rundir.run_inputs import TaskSet
+from areal_hpc.sandbox.unpacked_tree import UnpackedTree
 from areal_hpc.view.batch_episodes import read_ticket_episodes
 from areal_hpc.view.formatting import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.transcripts.messages import Message, extract_text, get_messages, locate_calls
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 MAX_SHOWN_CHANGES = 10
+MAX_KEPT_FILES = 1000
+
+
+@contextmanager
+def unpack_kept_files(archive: Path) -> Iterator[Path]:
+    """Unpack the files of an episode's sandbox into a folder, which is removed in the end."""
+    if not archive.exists():
+        raise RecipeError(
+            "no files of this episode's sandbox were kept: too large, or its agent failed",
+            key=str(archive),
+            hint="keep fewer by rollout.agent.sandbox.keep_files in the next run",
+        )
+    with tempfile.TemporaryDirectory(prefix="areal_hpc_rejudge.") as scratch:
+        folder = Path(scratch)
+        tree = UnpackedTree(folder, max_bytes=MAX_KEPT_BYTES, max_files=MAX_KEPT_FILES)
+        with archive.open("rb") as stream:
+            tree.write_archive(stream)
+        tree.apply_folder_modes()
+        tree.remove_links_leading_out()
+        yield folder
 
 
 def bind_arguments(
-    signature: inspect.Signature, task: dict[str, Any], conversation: list[Message]
+    signature: inspect.Signature,
+    task: dict[str, Any],
+    conversation: list[Message],
+    folder: Path | None = None,
 ) -> inspect.BoundArguments:
     options = {name: value for name, value in task.items() if name != "messages"}
+    if folder is not None:
+        options["folder"] = folder
     if "conversation" in signature.parameters:
         options["conversation"] = conversation
     prompt = task.get("messages", conversation[:-1])
@@ -74,6 +105,8 @@ async def rejudge_steps(
         function, timeout_s, max_retries=1, timeout_reward=None, environ=environ
     )
     signature = inspect.signature(function)
+    keeps_files = bool(recipe.rollout.agent.sandbox.keep_files)
+    reads_files = keeps_files and "folder" in signature.parameters
     known = read_rejudged_episodes(run, function_path)
     tasks = TaskSet.read(run.dataset("train"))
     file = run.rejudged_rewards(function_path)
@@ -86,8 +119,12 @@ async def rejudge_steps(
         task_index = rows[0].record.task_index
         try:
             task = tasks[task_index] if task_index >= 0 else {}  # else the agent brought its own
-            bound = bind_arguments(signature, task, find_conversation(rows))
-            judged = replace(unjudged, reward=await ask(*bound.args, **bound.kwargs))
+            conversation = find_conversation(rows)
+            with ExitStack() as ends:
+                archive = run.kept_files_dir / f"{unjudged.session_id}.tar"
+                folder = ends.enter_context(unpack_kept_files(archive)) if reads_files else None
+                bound = bind_arguments(signature, task, conversation, folder)
+                judged = replace(unjudged, reward=await ask(*bound.args, **bound.kwargs))
         except Exception as error:  # boundary: the user's function; the line says its error
             if isinstance(error, RecipeError):
                 refusals.append(error)

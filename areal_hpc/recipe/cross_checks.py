@@ -332,6 +332,12 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
             key,
             "add rollout.agent.isolation=bwrap, or remove it",
         )
+    if agent.sandbox.keep_files and agent.mode == "subproc":
+        yield Problem(
+            "files of sandboxes are kept by the driver, and agents of mode=subproc hold their own",
+            f"{key}.keep_files",
+            "use rollout.agent.mode=inline, or remove it",
+        )
     yield from _find_harbor_conflicts(recipe)
     yield from _find_agent_python_conflicts(recipe)
     if agent.isolation == "none" and agent.sandbox.root:

@@ -102,6 +102,7 @@ async def _drive_cell(
         sandboxes=sandboxes,
         sources=TrainSources.read(paths.train_source_sizes, recipe.train_source_names),
         source_agents=[agent or agents[TRAIN] for agent in source_agents],
+        kept_files_dir=paths.kept_files_dir,
     )
     load_reader = EngineLoadReader(paths.rendezvous_dir, job.cell, key)
     adaptive_slots = None

@@ -72,6 +72,8 @@ class RunPaths(_Folder):
     """Key that Prometheus sends to read `/metrics` off loopback; mode 0600."""
     shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""
+    kept_files_dir = _PathDescriptor("kept_files")
+    """Files of sandboxes by `rollout.agent.sandbox.keep_files`: a tar for each session."""
     shard_index_dir = _PathDescriptor("index")
     """Append-only index: one file per writer, one line per sealed shard."""
     manifests_dir = _PathDescriptor("manifests")

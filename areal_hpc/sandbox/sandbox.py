@@ -256,9 +256,12 @@ class Sandbox:
         except EOFError:
             await self._raise_as_lost("all of it was killed")
 
-    async def pack(self, folder: str, max_bytes: int) -> bytes:
-        """Return the files, folders and links in a folder as a tar."""
-        request = {"operation": "pack", "path": self._resolve_path(folder)}
+    async def pack(
+        self, folder: str, max_bytes: int, patterns: Sequence[str] | None = None
+    ) -> bytes:
+        """Return a tar of a folder's files, folders and links, or of plain files by `patterns`."""
+        path = self._resolve_path(folder)
+        request = {"operation": "pack", "path": path, "patterns": patterns}
         return await self._run_file_operation(request, b"", max_bytes)
 
     async def unpack(self, archive: bytes, folder: str = "/") -> None:

@@ -22,7 +22,7 @@ def run_file_operation(request: dict[str, Any]) -> None:
         case "remove":
             remove_all(path)
         case "pack":
-            pack_folder_to_stdout(path)
+            pack_folder_to_stdout(path, request["patterns"])
         case "unpack":
             unpack_stdin(path)
 
@@ -78,10 +78,15 @@ def read_mount_points() -> Iterator[str]:
         yield line.split()[4].decode("unicode_escape")
 
 
-def pack_folder_to_stdout(path: str) -> None:
-    """Write the contents of a folder to standard output, as a tar."""
+def pack_folder_to_stdout(path: str, patterns: list[str] | None) -> None:
+    """Write a folder to standard output as a tar: all of it, or the plain files of patterns."""
     with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        archive.add(path, ".")
+        if patterns is None:
+            archive.add(path, ".")
+            return
+        for file in sorted({file for pattern in patterns for file in Path(path).glob(pattern)}):
+            if file.is_file() and not file.is_symlink():
+                archive.add(file, file.relative_to(path))
 
 
 def unpack_stdin(folder: str) -> None:

@@ -30,6 +30,8 @@ class SandboxConfig(BaseConfig):
     """Number of files, folders and links."""
     warm: Annotated[int, Field(ge=0)] = 4
     """Number of sandboxes that a cell keeps ready; mode `subproc` starts them when needed."""
+    keep_files: tuple[Annotated[str, Field(pattern="^[^/]")], ...] = ()
+    """Files in its working folder, such as `**/*.py`, to keep for `areal-hpc rejudge`."""
 
 
 ISOLATION_VARIABLE = "AREAL_HPC_REWARD_ISOLATION"

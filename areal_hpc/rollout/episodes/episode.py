@@ -152,6 +152,8 @@ async def _play_in_new_session(
             lifetime_s = spec.timeout_s + CANCEL_GRACE_S
             await sandbox.hand_to_agent(spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s)
         returned = await _run_agent(spec, session, agent, proxy.url, http_client)
+        if sandbox is not None and spec.kept_files_dir is not None:
+            await sandbox.keep_files(spec.kept_files_dir / f"{session.session_id}.tar")
         if spec.auxiliary is not None:
             await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
         rewards = parse_agent_rewards(returned)

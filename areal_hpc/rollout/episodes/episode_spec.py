@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
@@ -29,6 +30,8 @@ class EpisodeSpec:
     """Reward of the episode if its agent fails; None: such an episode is not trained."""
     auxiliary: AuxiliaryRule | None = None
     """Rule for the conversations that are not trained; None: all are."""
+    kept_files_dir: Path | None = None
+    """Folder for the files of its sandbox that the recipe keeps; None: none are kept."""
 
 
 class EpisodeLimits(EpisodeLimitsConfig):
@@ -45,6 +48,7 @@ def build_episode_spec(
     seed: int,
     auxiliary: AuxiliaryRule | None,
     failure_reward: float | None = None,
+    kept_files_dir: Path | None = None,
     **session_fields: Any,
 ) -> EpisodeSpec:
     """Build the episode of a task; `session_fields` are further ones of `StartSessionRequest`.
@@ -66,7 +70,7 @@ def build_episode_spec(
         rights="all" if is_workflow else "calls",
         **session_fields,
     )
-    return EpisodeSpec(session, task, limits.timeout_s, failure_reward, auxiliary)
+    return EpisodeSpec(session, task, limits.timeout_s, failure_reward, auxiliary, kept_files_dir)
 
 
 def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:

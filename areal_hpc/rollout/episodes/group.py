@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,11 +109,13 @@ class GroupPlayer:
         sandboxes: AgentSandboxes | None = None,
         sources: TrainSources = NO_SOURCES,
         source_agents: Sequence[Agent | None] = (),
+        kept_files_dir: Path | None = None,
     ) -> None:
         self._rollout, self._agents, self._tasks = rollout, agents, tasks
         self._sources, self._source_agents = sources, source_agents
         self._proxy, self._http_client = proxy, http_client
         self._events, self._sandboxes = events, sandboxes
+        self._kept_files_dir = kept_files_dir
         sampling = {eval_set.name: eval_set.sampling for eval_set in evaluation_sets}
         self._sampling = {
             name: SamplingDefaults(**config.model_dump())
@@ -235,6 +238,7 @@ class GroupPlayer:
             seed=derive_episode_seed(grant.seed, episode, failures),
             auxiliary=self._auxiliary,
             failure_reward=self._rollout.failure_reward if is_training else None,
+            kept_files_dir=self._kept_files_dir if is_training else None,
             records_sampling_mask=self._rollout.record_sampling_mask and is_training,
             ref=ref,
             episode=episode,

@@ -1,22 +1,28 @@
 """Sandboxes of agents: one for each episode, as the recipe configures them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
+from areal_hpc.errors import ClusterError, RecipeError, SandboxLostError, SandboxStartError
 from areal_hpc.jobs.processes.line_workers import SHORTAGE_HINT
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
 from areal_hpc.rollout.execution.agent_errors import SHORTAGE_ERRNOS
+from areal_hpc.rundir.files import write_atomic
 from areal_hpc.sandbox.guest import ISOLATION_RECIPE_KEY
 from areal_hpc.sandbox.images import read_image
 from areal_hpc.sandbox.runtimes import Runtime, SandboxPool, make_runtime
 from areal_hpc.sandbox.sandbox import Network, Sandbox, SandboxLimits, SandboxSpec
 
+log = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 1 << 20
+"""Size of the tar of an episode's kept files; those of an episode with more are not kept."""
 SANDBOX_TASK_COLUMN = "sandbox"
 """Column of the agent's task that holds its sandbox."""
 
@@ -28,8 +34,10 @@ class AgentSandboxes:
     fails is worth another try.
     """
 
-    def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
-        self._pool = SandboxPool(runtime, spec, warm)
+    def __init__(
+        self, runtime: Runtime, spec: SandboxSpec, warm: int, keep_files: Sequence[str] = ()
+    ) -> None:
+        self._pool, self._keep_files = SandboxPool(runtime, spec, warm), keep_files
         self._spec, self._takes_root = spec, runtime.name != "none"
 
     async def fill(self) -> None:
@@ -66,7 +74,7 @@ class AgentSandboxes:
                     raise
                 message = f"a sandbox could not be started: {error}"
                 raise SandboxStartError(message, hint=SHORTAGE_HINT) from error
-            yield EpisodeSandbox(sandbox, spec.network != "none", task)
+            yield EpisodeSandbox(sandbox, spec.network != "none", task, self._keep_files)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -76,9 +84,14 @@ class EpisodeSandbox:
     """Sandbox that is not yet passed to an agent."""
 
     def __init__(
-        self, sandbox: Sandbox, holds_session: bool, task: HarborTask | None = None
+        self,
+        sandbox: Sandbox,
+        holds_session: bool,
+        task: HarborTask | None = None,
+        keep_files: Sequence[str] = (),
     ) -> None:
         self._sandbox, self._has_session, self._task = sandbox, holds_session, task
+        self._keep_files = keep_files
 
     async def hand_to_agent(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
@@ -105,6 +118,16 @@ class EpisodeSandbox:
             self._sandbox.add_variables(build_endpoint_variables(f"{url}/v1", api_key))
         self._sandbox.start_lifetime_limit(lifetime_s)
         data[SANDBOX_TASK_COLUMN] = self._sandbox
+
+    async def keep_files(self, archive: Path) -> None:
+        """Write the files that the recipe keeps to a tar; log an error, which costs no episode."""
+        if not self._keep_files:
+            return
+        try:
+            content = await self._sandbox.pack("", MAX_KEPT_BYTES, self._keep_files)
+            await asyncio.to_thread(write_atomic, archive, content)
+        except (OSError, SandboxLostError) as error:
+            log.warning("the files of %s are not kept: %s", archive.stem, error)
 
 
 def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:
@@ -138,7 +161,7 @@ def make_agent_sandboxes(
     runtime = make_runtime(execution_config.isolation)
     pool_size = execution_config.sandbox.warm if warm is None else warm
     spec = build_sandbox_spec(execution_config.sandbox, runtime)
-    return AgentSandboxes(runtime, spec, pool_size)
+    return AgentSandboxes(runtime, spec, pool_size, execution_config.sandbox.keep_files)
 
 
 def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:

@@ -25,12 +25,13 @@ print(json.load(urllib.request.urlopen(request, timeout=30))['object'])
 class Commanding:
     """Agent whose program in the sandbox calls the model, and that notes its processes then."""
 
-    def __init__(self, note: str, then: str = "return") -> None:
-        self.note, self.then = Path(note), then
+    def __init__(self, note: str, then: str = "return", writes: int = 0) -> None:
+        self.note, self.then, self.writes = Path(note), then, writes
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         sandbox: Sandbox = data["sandbox"]
         await sandbox.exec("setsid sleep 300 > /dev/null & echo of this episode > left")
+        await sandbox.put("large", bytes(self.writes))
         result = await sandbox.exec(["python3", "-c", CALL])
         pids = [sandbox.pid, *list_descendants(sandbox.pid)]
         with self.note.open("a") as file:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,10 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
 
 
 PATH = "tests.integration.rollout.sandbox_agents.Commanding"
-WITH_SESSION = {"isolation": "bwrap", "sandbox": {"network": "session-only", "warm": 1}}
+WITH_SESSION: dict[str, Any] = {
+    "isolation": "bwrap",
+    "sandbox": {"network": "session-only", "warm": 1},
+}
 
 
 def make_spec(timeout_s: float = 60.0) -> EpisodeSpec:
@@ -283,6 +287,22 @@ def test_each_episode_has_a_sandbox_from_which_it_reaches_the_model(
     used = read_sandboxes(note)
     assert len({pid for pids in used for pid in pids}) == sum(map(len, used))
     wait_for(lambda: not [pid for pids in used for pid in pids if is_running(pid)])
+
+
+def test_files_are_kept_and_too_large_ones_cost_no_episode(tmp_path: Path) -> None:
+    kwargs = {"note": str(tmp_path / "note"), "writes": 2 << 20}
+    for pattern, kept in {"left": ["left"], "**/*": []}.items():
+        kept_files_dir = tmp_path / str(len(kept))
+        sandbox = {**WITH_SESSION["sandbox"], "keep_files": [pattern]}
+        how = AgentExecutionConfig.model_validate({**WITH_SESSION, "sandbox": sandbox})
+        spec = dataclasses.replace(make_spec(), kept_files_dir=kept_files_dir)
+        (outcome,) = finish(play_in_sandboxes(tmp_path, how, [spec], kwargs))
+        assert (outcome.status, outcome.reward) == ("ok", 1.0)
+        names = list[str]()
+        for archive in kept_files_dir.glob("*.tar"):
+            with tarfile.open(archive) as files:
+                names += files.getnames()
+        assert names == kept
 
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])

@@ -1,13 +1,19 @@
 """`areal-hpc rejudge` gives recorded episodes new rewards, and a replay trains on them."""
 
+import asyncio
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.launch.rejudge import list_unjudged_episodes
 from areal_hpc.launch.replay import RecordedStepsReplay
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
 from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
@@ -98,6 +104,41 @@ def test_an_asynchronous_function_may_read_the_conversation(misjudged: RunPaths)
     assert exit_code_of("rejudge", misjudged.root, "--reward", function) == 0
     lines = read_readable_records(misjudged.rejudged_rewards(function))
     assert {line["reward"] for line in lines} == {2.0}
+
+
+async def keep_files(how: AgentExecutionConfig, archive: Path) -> None:
+    sandboxes, data = make_agent_sandboxes(how, warm=0), dict[str, Any]()
+    assert sandboxes is not None
+    async with sandboxes.acquire({}) as episode:
+        await episode.hand_to_agent(data, "http://127.0.0.1:1/v1", "key", 60.0)
+        ended = await data["sandbox"].exec(
+            "mkdir made && echo 0.25 > made/score && ln -s score made/link && mkfifo made/pipe"
+        )
+        assert ended.exit_code == 0
+        await episode.keep_files(archive)
+    await sandboxes.close()
+
+
+def test_a_function_reads_the_kept_files_of_a_sandbox(misjudged: RunPaths) -> None:
+    agent = {"isolation": "none", "sandbox": {"keep_files": ["**/*"]}}
+    rollout = {"workflow": "any.Agent", "n_samples": SAMPLES, "agent": agent}
+    write_recipe(misjudged, {**TRAINER, **SETTINGS}, rollout=rollout)
+    sessions = [
+        unjudged.session_id
+        for step in range(1, STEPS + 1)
+        for unjudged, _ in list_unjudged_episodes(misjudged, step)
+    ]
+    first, *others, without = [misjudged.kept_files_dir / f"{name}.tar" for name in sessions]
+    asyncio.run(keep_files(AgentExecutionConfig.model_validate(agent), first))
+    for archive in others:
+        shutil.copy(first, archive)
+    function = f"{FUNCTIONS}:read_score"
+    assert exit_code_of("rejudge", misjudged.root, "--reward", function) == 1
+    lines = read_readable_records(misjudged.rejudged_rewards(function))
+    assert [line.get("reward") for line in lines].count(0.25) == len(sessions) - 1
+    (refused,) = [line["error"] for line in lines if "reward" not in line]
+    assert "no files of this episode's sandbox were kept" in refused
+    assert str(without) in refused
 
 
 def test_episodes_without_a_new_reward_are_counted_and_judged_again(
