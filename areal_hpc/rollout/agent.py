@@ -220,10 +220,13 @@ def _import_dotted(dotted_path: str) -> Any:
             for name, value in vars(module).items()
             if inspect.isclass(value) and value.__module__ == module.__name__
         ]
+        hint = f"name one of its classes: {', '.join(classes) or 'it has none'}"
+        if ":" in name:
+            hint = f"put a dot before the class: {dotted_path.replace(':', '.')}"
         raise _build_workflow_recipe_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
             f"{format_name_suggestion(name, classes)}",
-            f"name one of its classes: {', '.join(classes) or 'it has none'}",
+            hint,
         )
     return value
 
