@@ -149,6 +149,7 @@ def main() -> None:
     paths = RunPaths(Path(sys.argv[2]))
     raise_open_file_limit()
     paths.rendezvous_dir.mkdir(parents=True, exist_ok=True)
+    rendezvous.ensure_service_key(paths.service_key)
     claim_next_number(paths.generations_dir)
     print(json.dumps(uvloop.run(measure(paths, settings))))
 
