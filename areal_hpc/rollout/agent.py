@@ -205,10 +205,11 @@ def load_agent(
 
 def _import_dotted(dotted_path: str) -> Any:
     module_path, _, name = dotted_path.rpartition(".")
-    if not module_path:
+    if not module_path or ":" in dotted_path:
+        example = dotted_path.replace(":", ".") if ":" in dotted_path else "my_module.MyAgent"
         raise _build_workflow_recipe_error(
             f"expected a dotted path `package.module.Class`, got {dotted_path!r}",
-            "name the module and the class, such as `my_package.my_module.MyAgent`",
+            f"name the module and the class, such as `{example}`",
         )
     module = import_user_module(
         module_path, dotted_path, "rollout.workflow", "for cluster.agents.python"
@@ -220,13 +221,10 @@ def _import_dotted(dotted_path: str) -> Any:
             for name, value in vars(module).items()
             if inspect.isclass(value) and value.__module__ == module.__name__
         ]
-        hint = f"name one of its classes: {', '.join(classes) or 'it has none'}"
-        if ":" in name:
-            hint = f"put a dot before the class: {dotted_path.replace(':', '.')}"
         raise _build_workflow_recipe_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
             f"{format_name_suggestion(name, classes)}",
-            hint,
+            f"name one of its classes: {', '.join(classes) or 'it has none'}",
         )
     return value
 

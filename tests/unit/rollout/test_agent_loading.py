@@ -97,7 +97,7 @@ def assert_said(problem: Problem, pattern: str) -> None:
 
 
 REFUSED = {
-    **dict.fromkeys(["", "Solver", ".Solver"], "expected a dotted path"),
+    **dict.fromkeys(["", "Solver", ".Solver", "my_agent:Solver"], "expected a dotted path"),
     "no_such_module.": "no module 'no_such_module'",
     "no_such_package.solver.Solver": "no module 'no_such_package'.*folder that holds the package",
     "PKGx.solver.Solver": "did you mean 'PKG'",
