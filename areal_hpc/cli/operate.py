@@ -165,14 +165,14 @@ def _start_program(arguments: argparse.Namespace) -> int:
             key="HARNESS RUN|MODEL",
             hint="areal-hpc start claude-code RUN, or areal-hpc start RUN -- COMMAND",
         )
-    place = Path(words.pop(0))
+    directory = Path(words.pop(0))
     use = find_terminal_use(harness, words)
-    if RunPaths(place).recipe.exists():
+    if RunPaths(directory).recipe.exists():
         if arguments.recipe is not None:
             raise RecipeError("a run has its own recipe", key="--recipe", hint="leave it out")
-        hold_session(_require_own_run(place), use, words, only_prints=arguments.print_env)
+        hold_session(_require_own_run(directory), use, words, only_prints=arguments.print_env)
         return 0
-    with serve_model(build_serving_recipe(place, arguments.recipe), say) as paths:
+    with serve_model(build_serving_recipe(directory, arguments.recipe), say) as paths:
         hold_session(paths, use, words, only_prints=arguments.print_env)
     return 0
 

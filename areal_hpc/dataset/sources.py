@@ -26,11 +26,11 @@ ROWS_PER_READ = 1024
 def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     """Yield the rows of the data set at a recipe's key as the agent gets them, at least one."""
     source = _iterate_source_rows(config, key)
-    place, origin = f"{key}.{config.source_key}", str(getattr(config, config.source_key))
+    row_key, origin = f"{key}.{config.source_key}", str(getattr(config, config.source_key))
     if config.to_task is not None:
-        place, origin = f"{key}.to_task", f"{config.to_task}, called with rows of {origin},"
-        source = _convert_rows_by_user_function(source, config.to_task, place)
-    return _check_rows(source, origin, place)
+        row_key, origin = f"{key}.to_task", f"{config.to_task}, called with rows of {origin},"
+        source = _convert_rows_by_user_function(source, config.to_task, row_key)
+    return _check_rows(source, origin, row_key)
 
 
 def _check_rows(rows: Iterator[Any], origin: str, key: str) -> Iterator[TaskRow]:
@@ -218,15 +218,15 @@ def materialize_task_sets(
     counts = []
     with open_temporary_beside(jsonl_file) as stream:
         for config, key in configs_with_keys:
-            count, place = 0, f"{key}.{config.source_key}"
+            count, row_key = 0, f"{key}.{config.source_key}"
             for row in iterate_task_rows(config, key):
-                stream.write(encode_row(row, count, place) + b"\n")
+                stream.write(encode_row(row, count, row_key) + b"\n")
                 try:
                     check(row)
                 except RecipeError as error:
                     (problem, *_) = error.problems
                     message = f"row {count}, {problem.key}: {problem.message}"
-                    raise RecipeError(message, key=place, hint=problem.hint) from error
+                    raise RecipeError(message, key=row_key, hint=problem.hint) from error
                 count += 1
             counts.append(count)
     Path(stream.name).rename(jsonl_file)
