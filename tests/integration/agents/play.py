@@ -8,14 +8,13 @@ returns is compared with what the proxy recorded.
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from areal_hpc.rollout.agent import Agent, load_agent, make_http_client
-from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.episode import run_episode
 from areal_hpc.rollout.episodes.episode_spec import EpisodeSpec
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rundir.paths import RunPaths
@@ -24,7 +23,6 @@ from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
 TIMEOUT_S = 90.0 * float(os.environ.get("TESTS_SLOWNESS", "1"))
-OrderT = TypeVar("OrderT")
 
 
 class Episode(msgspec.Struct):
@@ -39,13 +37,10 @@ class Episode(msgspec.Struct):
     export: ExportSettings = ExportSettings()
 
 
-class Place(msgspec.Struct):
+class Order(msgspec.Struct):
     run_dir: str
     cell: str
     service_key: str
-
-
-class Order(Place):
     episodes: list[Episode]
 
 
@@ -58,27 +53,12 @@ class Played(msgspec.Struct):
     """Texts that the agent took for the model's last words."""
 
 
-async def play(
-    place: Place, agent: Agent, session: StartSessionRequest, data: Any
-) -> EpisodeOutcome:
-    """Play one episode as a driver does, and close the agent."""
-    paths = RunPaths(Path(place.run_dir))
-    peer = AsyncServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.service_key)
-    http_client = make_http_client(TIMEOUT_S)
-    try:
-        return await run_episode(EpisodeSpec(session, data, TIMEOUT_S), agent, peer, http_client)
-    finally:
-        await http_client.aclose()
-        await peer.close()
-        if isinstance(agent, SubprocessAgent):
-            agent.close()
-
-
 async def play_all(order: Order) -> list[Played]:
     return await asyncio.gather(*(_play_one(order, episode) for episode in order.episodes))
 
 
-async def _play_one(place: Place, episode: Episode) -> Played:
+async def _play_one(order: Order, episode: Episode) -> Played:
+    """Play one episode as a driver does."""
     replies: list[str] = []
     session = StartSessionRequest(
         episode.workflow,
@@ -93,7 +73,17 @@ async def _play_one(place: Place, episode: Episode) -> Played:
     else:
         agent = load_agent(episode.workflow, episode.kwargs)
         _listen(agent, replies)
-    outcome = await play(place, agent, session, episode.data)
+    spec = EpisodeSpec(session, episode.data, TIMEOUT_S)
+    paths = RunPaths(Path(order.run_dir))
+    peer = AsyncServiceClient(paths.rendezvous_dir, f"proxy-{order.cell}", order.service_key)
+    http_client = make_http_client(TIMEOUT_S)
+    try:
+        outcome = await run_episode(spec, agent, peer, http_client)
+    finally:
+        await http_client.aclose()
+        await peer.close()
+        if isinstance(agent, SubprocessAgent):
+            agent.close()
     return Played(outcome.status, outcome.reason, outcome.session_id, outcome.reward, replies)
 
 
@@ -108,14 +98,14 @@ def _listen(agent: Any, replies: list[str]) -> None:
     agent.ask = asked
 
 
-def obey(kind: type[OrderT], act: Callable[[OrderT], Coroutine[Any, Any, Any]]) -> None:
+def main() -> None:
     draft = Path(f"{sys.argv[1]}.draft")
     with asyncio.Runner() as runner:
         for number, line in enumerate(sys.stdin.buffer):
-            order = msgspec.json.decode(line, type=kind)
-            draft.write_bytes(msgspec.json.encode(runner.run(act(order))))
+            order = msgspec.json.decode(line, type=Order)
+            draft.write_bytes(msgspec.json.encode(runner.run(play_all(order))))
             draft.rename(f"{sys.argv[1]}.{number}")
 
 
 if __name__ == "__main__":
-    obey(Order, play_all)
+    main()

@@ -6,12 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from areal_hpc.areal.conversions import map_areal_module
-from areal_hpc.errors import RecipeError
 from areal_hpc.reward.gsm8k import gsm8k_reward_fn
-from areal_hpc.rollout.agent import load_agent
 from tests.integration.agents.theatre import (
     FORCED,
     INDIVIDUAL,
@@ -20,7 +15,6 @@ from tests.integration.agents.theatre import (
     assert_a_tool_was_used,
 )
 from tests.support.commands import run_program, said_by
-from tests.support.documents import blocks
 from tests.support.environments import python_of
 
 SUM = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -171,25 +165,6 @@ def assert_the_calculator_was_used(scene: Scene) -> None:
     assert any(message["role"] == "tool" for message in answer.new_messages)
     assert scene.heard == [scene.said(answer, skip_special_tokens=True)]
 
-
-def test_every_agent_that_the_guides_name_is_here() -> None:
-    text = "\n".join(block.text for block in blocks() if block.document == "proxy_mode")
-    named = re.findall(r"^workflow=(\S+)$", text, re.MULTILINE)
-    refused = [path for path in named if path.removeprefix("areal.workflow.") not in PLAYED]
-    assert len(refused) < len(named)
-    for path in refused:
-        with pytest.raises(RecipeError, match=r"there is no module .*\.openhands"):
-            load_agent(map_areal_module(path), {}, ())
-
-
-PLAYED = {
-    "anthropic.math_agent.MathAgent",
-    "langchain.math_agent.MathAgent",
-    "langchain.math_agent.MathToolAgent",
-    "openai.math_agent.MathAgent",
-    "openai.math_agent.MathToolAgent",
-}
-"""Tests of agents above, by name."""
 
 EXAMPLES = "examples.frameworks"
 CALL_ONE = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}

@@ -69,13 +69,13 @@ class Scene:
 class Player:
     """Process in an environment, which imports the packages there once for all orders."""
 
-    def __init__(self, environment: str, script: Path, folder: Path) -> None:
-        self._reports = folder / f"{script.stem}_{environment}"
+    def __init__(self, environment: str, folder: Path) -> None:
+        self._reports = folder / f"play_{environment}"
         self._log = self._reports.with_suffix(".log")
         self._orders = 0
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [python_of(environment), script, self._reports],
+                [python_of(environment), FOLDER / "play.py", self._reports],
                 cwd=CHECKOUT,
                 env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{FOLDER}"},
                 stdin=subprocess.PIPE,
@@ -83,7 +83,7 @@ class Player:
                 stderr=log,
             )
 
-    def report(self, order: dict[str, Any], timeout_s: float) -> Any:
+    def report(self, order: dict[str, Any]) -> Any:
         report = self._reports.with_suffix(f".{self._orders}")
         self._orders += 1
         assert self._process.stdin is not None
@@ -94,7 +94,7 @@ class Player:
             assert self._process.poll() is None, self._log.read_text()
             return report.exists()
 
-        wait_for(is_done, timeout_s, self._log.read_text)
+        wait_for(is_done, 110, self._log.read_text)
         return msgspec.json.decode(report.read_bytes())
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Theatre:
         self.url = url
         self.encoder = TokenEncoder.from_model_dir(stage.model_dir)
         self._tickets = 0
-        self._players: dict[tuple[str, Path], Player] = {}
+        self._players: dict[str, Player] = {}
 
     def play(self, environment: str, *episodes: dict[str, Any]) -> list[Scene]:
         """Run episodes (`play.Episode`) side by side in an environment."""
@@ -118,23 +118,17 @@ class Theatre:
         for episode in episodes:
             self._tickets += 1
             orders.append({"ticket_id": self._tickets, "data": TASK, **episode})
-        played = self.report(environment, FOLDER / "play.py", {"episodes": orders}, 110)
+        paths = self.stage.paths
+        if environment not in self._players:
+            self._players[environment] = Player(environment, paths.root)
+        place = {"run_dir": str(paths.root), "cell": CELL, "service_key": self.stage.service_key}
+        played = self._players[environment].report({**place, "episodes": orders})
         for play in played:
             assert play["status"] == "ok", play["reason"]
         book = self._book()
         return [
             Scene(play["heard"], book.sessions[play["session_id"]], self.encoder) for play in played
         ]
-
-    def report(
-        self, environment: str, script: Path, order: dict[str, Any], timeout_s: float
-    ) -> Any:
-        """Return the report of a test script on an order, run by an environment's Python."""
-        paths = self.stage.paths
-        if (environment, script) not in self._players:
-            self._players[environment, script] = Player(environment, script, paths.root)
-        place = {"run_dir": str(paths.root), "cell": CELL, "service_key": self.stage.service_key}
-        return self._players[environment, script].report({**place, **order}, timeout_s)
 
     def close(self) -> None:
         for player in self._players.values():
