@@ -87,18 +87,6 @@ def test_every_block_holds_each_sources_share(sources: tuple[TaskSource, ...], s
         first_task += source.n_tasks
 
 
-def test_a_hundred_batches_hold_three_tasks_of_one_source_for_one_of_the_other() -> None:
-    """Of a batch's eight groups six are of the first source; a resumed stream goes on alike."""
-    parts = (TaskSource(10, 3.0), TaskSource(7))
-    stream, resumed = (TaskStream(parts, episodes_per_ticket=4, seed=1) for _ in range(2))
-    for step in range(100):
-        refs = [TicketRef(8 * step + i, 1) for i in range(8)]
-        tasks = [grant.task_index for grant in stream.build_grants(refs)]
-        assert [source_of(task, parts) for task in tasks].count(0) == 6
-        if step >= 50:
-            assert [grant.task_index for grant in resumed.build_grants(refs)] == tasks
-
-
 def evenly(known: dict[str, Any]) -> Any:
     return np.ones(len(known["reward"]))
 

@@ -70,18 +70,6 @@ def test_a_continued_text_keeps_its_tokens(leads: bool, turns: list[tuple[str, s
     assert [node.reuse for node in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
-@given(turns=st.lists(st.tuples(texts.filter(bool), texts), min_size=1, max_size=4))
-def test_ids_that_go_on_have_their_parent(turns: list[tuple[str, str]]) -> None:
-    encoder, tree = encoder_of(leads=False), InteractionTree()
-    prompt: list[int] = []
-    for question, reply in turns:
-        prompt += encoder.encode(question)
-        interaction, output = complete(tree, encoder, prompt, reply, closed=True)
-        assert prompt_ids(tree, interaction) == prompt
-        prompt = prompt + output
-    assert [node.reuse for node in tree] == ["none"] + ["reused"] * (len(turns) - 1)
-
-
 def test_the_longest_history_is_continued() -> None:
     encoder, tree = encoder_of(leads=False), InteractionTree()
     complete(tree, encoder, "a", "b")

@@ -71,16 +71,6 @@ def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string() -> Non
     assert "hello STOP<|im_end|>\n<|im_start|>user\nb" in text
 
 
-def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
-    tree = InteractionTree()
-    first = say(tree, [user("a")], "one")
-    say(tree, [user("a"), *turn("one")], "two ")
-    history = [user("a"), *turn("one"), *turn("two", "c")]
-    third = say(tree, history, "x")
-    assert (third.reuse, third.parent_id) == ("reused", first.interaction_id)
-    assert prompt_ids(tree, third) == rendered_ids(history)
-
-
 def test_a_template_that_hides_replies_is_tokenized_again_and_counted() -> None:
     hiding = ChatTemplate(CHATML.replace("message.content", "'?'"))
     tree = InteractionTree()

@@ -217,17 +217,6 @@ def test_a_nearly_equal_group_does_not_explode() -> None:
         assert max(map(abs, advantages.values())) <= 3 / math.sqrt(4)
 
 
-def test_a_shared_reply_is_credited_with_all_of_its_branches() -> None:
-    """The first branch alone decided before: the reward of the other pushed against it."""
-    good = [MadeUpTurn(9, None), MadeUpTurn(0, 0.0), MadeUpTurn(0, 1.0)]
-    bad = [MadeUpTurn(9, None), MadeUpTurn(0, 0.0), MadeUpTurn(0, 0.0)]
-    advantages = token_advantages(build_batch([[good, bad]], ExportSettings()), ObjectiveConfig())
-    assert advantages[0, 0, 0] > 0 > advantages[0, 1, 0]
-    turn = ObjectiveConfig(credit="turn", baseline="none", scale_rewards="none")
-    advantages = token_advantages(build_batch([[good, bad]], ExportSettings()), turn)
-    assert [advantages[0, 0, token] for token in (0, 10, 20)] == [0.5, 0.0, 0.5]
-
-
 def test_what_an_agents_client_passed_back_is_taken_as_it_is() -> None:
     turns = [MadeUpTurn(9, 0.9), MadeUpTurn(0, None), MadeUpTurn(1, 1.0)]
     objective = ObjectiveConfig(baseline="none", scale_rewards="none")

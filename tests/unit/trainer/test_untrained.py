@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.errors import NonFiniteGradientError, ShardError, UntrainableBatchError
+from areal_hpc.errors import UntrainableBatchError
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.recipe.sections.objective import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
-from areal_hpc.trainer.batch.packing import Channel
 from areal_hpc.trainer.batch.training_rows import build_rows
 from areal_hpc.trainer.batch.untrained import (
     build_norm_metrics,
@@ -48,35 +47,11 @@ def streak(norms: list[float]) -> list[UntrainedBatchPart]:
     return parts
 
 
-def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
-    odd = math.nan
-    assert [part.step for part in streak([odd, odd, 1.0, odd, odd, 0.0, odd])] == [1, 2, 4, 5, 7]
-    with pytest.raises(NonFiniteGradientError) as caught:
-        streak([1.0, odd, math.inf, odd])
-    assert caught.value.exit_code == 70
-    problem = caught.value.problems[0]
-    assert problem.message.startswith("batch 4: the gradient norm is nan")
-    assert "the same as at batch 2 and batch 3" in problem.message
-    assert (problem.key, problem.hint) == ("trainer.optimizer.lr", "try something")
-
-
 RUN = Path("/my runs/a")
 
 
 def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedBatchPart:
     return UntrainedBatchPart(step, "reason", quarantine=cause)
-
-
-def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
-    earlier = [quarantined(2), quarantined(4), quarantined(5)]
-    assert record_damaged_batch(1, [], "gone", RUN) == UntrainedBatchPart(1, "gone", [], "damaged")
-    assert record_damaged_batch(7, earlier, "gone", RUN).step == 7
-    with pytest.raises(ShardError) as caught:
-        record_damaged_batch(6, earlier, "gone", RUN)
-    assert caught.value.exit_code == 65
-    problem = caught.value.problems[0]
-    assert problem.message.startswith("batch 6 cannot be read: gone; nor could batch 4 and batch 5")
-    assert "areal-hpc quarantine '/my runs/a' 6" in problem.hint
 
 
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
@@ -194,18 +169,6 @@ def sample(*of_rows: Sequence[dict[str, Any]]) -> list[TrajectoryRow]:
 
 GREEDY = {"temperature": 0.0}
 MIXED = ([PLAIN, GREEDY], [{**GREEDY, "top_p": 0.5}, PLAIN])
-
-
-def test_such_replies_leave_the_loss_and_its_denominator_while_their_rewards_count() -> None:
-    version, forks = WeightVersion(1, 0), [GenerationFork(1, 0)]
-    objective = ObjectiveConfig(loss_agg="seq_mean_token_mean")
-    plain = build_rows(sample([PLAIN] * 2, [PLAIN] * 2), version, forks, objective)
-    rows = build_rows(sample(*MIXED), version, forks, objective)
-    assert [row.loss_mask_T.tolist() for row in plain] == [[0, 1, 1, 0, 1, 1]] * 2
-    assert [row.loss_mask_T.tolist() for row in rows] == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
-    for row, other in zip(rows, plain, strict=True):
-        np.testing.assert_array_equal(row.channels["advantage"], other.channels["advantage"])
-        assert row.channels[Channel.SCALE][0] == 1.0  # 4 tokens / 2 episodes / 2 tokens of each
 
 
 def test_tokens_are_counted_by_reason() -> None:

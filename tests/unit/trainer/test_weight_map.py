@@ -53,17 +53,6 @@ def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int
             assert torch.equal(back, tensor)
 
 
-@every_family
-def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
-    for parameter in list_parameter_maps(arch):
-        ranks = count_tp_shards(parameter, 4)
-        read = [torch.zeros(tensor.shape) for tensor in parameter.hf]
-        for rank in range(ranks):
-            for tensor, part in zip(read, get_hf_slices(parameter, arch, 4, rank), strict=True):
-                tensor[part] += 1
-        assert all(bool((tensor == 1).all()) for tensor in read), parameter
-
-
 @pytest.mark.parametrize(
     ("arch", "parallel", "keys"),
     [

@@ -306,20 +306,6 @@ def only_bucket() -> BucketPlan:
     return bucket
 
 
-def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
-    bucket = only_bucket()
-    packed = PackingBuffers(CPU).open_bucket_in_older_buffer(bucket)
-    for name in reversed(TENSORS):  # in any order of arrival
-        assert not packed.is_full
-        packed.place_parameter(name, TENSORS[name])
-    assert packed.is_full
-    named = [TENSORS[spec.name].reshape(-1).view(torch.uint8) for spec in bucket.specs]
-    assert torch.equal(packed.tensors_to_send[0], torch.cat(named))
-    for name, tensor in packed.tensors.items():
-        assert tensor.dtype == TENSORS[name].dtype
-        assert torch.equal(tensor, TENSORS[name])
-
-
 def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
     bucket, buffers = only_bucket(), PackingBuffers(CPU)
     held = [
