@@ -1,5 +1,7 @@
 """Programs of SDKs and agent frameworks against `areal-hpc proxy`, recorded token by token.
 
+SDKs of Python are in `tests/integration/proxy` and `tests/integration/agents`.
+
 The model is scripted, SGLang's parsers are real, and nothing of the frameworks is changed.
 `scripts/setup_framework_programs.sh` installs them.
 """
@@ -135,13 +137,6 @@ def _in_dialects(
 _SAYS_OF_THREE_QUESTIONS = (_RUN, "Seventeen.", _RUN, "Yes.", "DONE")
 _CODE = f"Run it.\n<code>\nprint(run_command({COMMAND!r}))\n</code>"
 FRAMEWORKS = {
-    "openai-chat": _program("openai_python.py", "chat"),
-    "openai-responses": _program("openai_python.py", "responses"),
-    "anthropic": _program("anthropic_python.py"),
-    "google-genai": _program(
-        "google_python.py",
-        ignored=frozenset({"tools[].functionDeclarations[].responseJsonSchema"}),
-    ),
     "openai-node-chat": _program(
         "openai_node.mjs",
         "chat",
@@ -357,7 +352,7 @@ def test_a_program_knows_a_prompt_that_is_too_long(
 @pytest.mark.parametrize(
     "name",
     [
-        *("openai-responses", "openai-node-responses", "vercel-ai-default-stream"),
+        *("openai-node-responses", "vercel-ai-default-stream"),
         *("pydantic-ai-responses-stream", "langchain-responses-stream"),
     ],
 )
