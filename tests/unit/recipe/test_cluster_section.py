@@ -92,14 +92,6 @@ def load_sets(*overrides: str) -> dict[str, EvaluationSet]:
     return {item.name: item for item in recipe.evaluation_sets}
 
 
-def test_the_quick_start_has_three_sets_and_null_takes_them_out() -> None:
-    recipe = load_recipe(QUICKSTART)
-    assert [item.name for item in recipe.evaluation_sets] == ["valid", "longer", "sampled"]
-    without = load_recipe(QUICKSTART, ["evaluation.sets.longer=null"])
-    assert [*without.evaluation.sets] == ["sampled"]
-    assert load_recipe(QUICKSTART, ["evaluation.sets=null"]).evaluation.sets == {}
-
-
 def test_valid_dataset_is_the_set_named_valid_with_the_keys_of_evaluation() -> None:
     (valid,) = load_sets("evaluation.tasks=7", "evaluation.every_steps=3").values()
     assert (valid.name, valid.number, valid.dataset_key) == ("valid", 0, "valid_dataset")
@@ -130,14 +122,6 @@ def test_a_set_with_the_name_of_a_source_is_played_by_the_agent_of_the_source() 
     sets = load_sets(dataset, wanted)
     assert (sets["sums"].workflow, sets["sums"].workflow_kwargs) == ("a.Sums", {"depth": 2})
     assert sets["more"].workflow == ""
-
-
-def test_numbers_do_not_depend_on_the_order_in_which_sets_are_written() -> None:
-    set_a, set_b = ("{dataset: {path: a}}", "{dataset: {path: b}}")
-    first = load_sets(f"evaluation.sets={{b: {set_b}, a: {set_a}}}")
-    second = load_sets(f"evaluation.sets={{a: {set_a}, b: {set_b}}}", "valid_dataset=null")
-    assert first["a"].number == second["a"].number == 1
-    assert first["b"].number == second["b"].number == 2
 
 
 def test_the_best_checkpoint_is_chosen_by_a_metric_with_a_number_in_place_of_k() -> None:
