@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -23,9 +22,10 @@ from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.rundir.service_client import AsyncServiceClient
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
-from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import format_shard_name
+from areal_hpc.shards.verify import CheckedShards
 from areal_hpc.shards.writer import write_sealed_shard
+from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     Acknowledged,
@@ -281,6 +281,7 @@ async def _train(
     await ledger.call_repeatedly(
         "/open_generation", OpenTrainerGenerationRequest(1, 0), Acknowledged
     )
+    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     while True:
         step = tally.steps + 1
         manifest, manifest_s = await _batch(ledger, step, batch_size)
@@ -288,7 +289,7 @@ async def _train(
             tally.manifest_s.append(manifest_s)
         if tempo.with_shards:
             began = time.monotonic()
-            await asyncio.to_thread(read_rows, manifest, paths.shards_dir)
+            await asyncio.to_thread(read_rows, manifest, shards)
             tally.read_s.append(time.monotonic() - began)
         await ledger.call_repeatedly("/publish", WeightsPublishedRequest(1, step), Acknowledged)
         tally.steps = step
@@ -307,11 +308,7 @@ async def _batch(
             return reply.manifest, time.monotonic() - began if was_there else None
 
 
-def read_rows(manifest: BatchManifest, shards_dir: Path) -> int:
-    """Read a whole batch as one trainer rank does; return the number of rows."""
-    rows_of: dict[str, list[int]] = {}
-    for ticket in manifest.tickets:
-        rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
-    return sum(
-        len(ShardReader(shards_dir / file).read_rows(rows)) for file, rows in rows_of.items()
-    )
+def read_rows(manifest: BatchManifest, shards: CheckedShards) -> None:
+    """Read a whole batch as one trainer rank does."""
+    with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
+        read_rows_by_ticket(manifest, shards)

@@ -6,7 +6,7 @@ either: a batch is read once, and setting up and removing pages costs as much as
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import RowKind, RowRecord, SamplingMask, TrajectoryRow
 
 NumpyArray = npt.NDArray[Any]
+Columns = dict[str, NumpyArray]
 Spans = Sequence[tuple[int, int]]
 """First element, and the element behind the last, of each piece of a column."""
 
@@ -43,6 +44,8 @@ _ROW_COLUMNS = tuple(
     for spec in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
     if spec.axis in (Axis.ROW, Axis.ROW_BOUND)
 )
+_RARE_COLUMNS = (*(spec.name for spec in MASK_DATASETS[:2]), ROUTES_DATASET.name)
+_BOUNDS_BY_COLUMN = {**OFFSETS_BY_JSON_DATASET, "sampling_mask": "sampling_mask_offsets"}
 _ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
 _meta_decoder = msgspec.json.Decoder(dict[str, Any])
@@ -65,18 +68,15 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._extents = self._locate_datasets()
-        self._has_masks = MASK_DATASETS[0].name in self._extents
-        stored_columns = [name for name in _ROW_COLUMNS if name in self._extents]
-        self._rows = dict(zip(stored_columns, self._read_columns(stored_columns), strict=True))
-        self._check_dataset_consistency()
-
-    def _locate_datasets(self) -> dict[str, _DatasetExtent]:
-        path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                extents = _read_dataset_extents(descriptor)
-                size_bytes = os.fstat(descriptor).st_size
+                self._extents = _read_dataset_extents(descriptor)
+                self._check_size(os.fstat(descriptor).st_size)
+                self._rows = {
+                    name: _read_spans(descriptor, self._extents[name], None)
+                    for name in _ROW_COLUMNS
+                    if name in self._extents
+                }
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -84,12 +84,15 @@ class ShardReader:
             if isinstance(error, OSError) and error.errno is not None:
                 message = f"cannot be read: {error.strerror}"
             raise ShardError(message, key=str(path), hint=_VERIFY_HINT) from error
-        end = max((extent.end for extent in extents.values()), default=0)
+        self._has_masks = MASK_DATASETS[0].name in self._extents
+        self._check_dataset_consistency()
+
+    def _check_size(self, size_bytes: int) -> None:
+        end = max((extent.end for extent in self._extents.values()), default=0)
         if end > size_bytes:
             raise ShardError(
-                f"cut short: expected at least {end} bytes, got {size_bytes}", key=str(path)
+                f"cut short: expected at least {end} bytes, got {size_bytes}", key=str(self.path)
             )
-        return extents
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +106,7 @@ class ShardReader:
         """Read a whole dataset by its name in the schema; ShardError if the storage fails."""
         if dataset_name in self._rows:
             return self._rows[dataset_name]
-        return self._read_columns([dataset_name])[0]
+        return self._read_columns({dataset_name: None})[dataset_name]
 
     def list_kinds(self) -> list[RowKind]:
         return [_ROW_KINDS[kind] for kind in self._rows["kind"].tolist()]
@@ -111,13 +114,13 @@ class ShardReader:
     @cached_property
     def tool_schemas(self) -> dict[str, Any]:
         """Schemas of all tools that calls of the shard name, by their hash."""
-        (content,) = self._read_columns(["tools"])
-        return self._decode_json("tools", _meta_decoder, content)
+        return self._decode_json("tools", _meta_decoder, self.read_column("tools"))
 
     def read_records(self, rows: Sequence[int] | None = None) -> list[RowRecord]:
         """Read the episodes and calls of these rows; of all rows without an argument."""
         numbers = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
-        return list(self._read_json_of_rows("record", _record_decoder, numbers))
+        stored = self._read_rows_of_columns(["record"], numbers)
+        return list(self._decode_rows("record", _record_decoder, stored, numbers))
 
     def read_rows(self, rows: Sequence[int], *, with_messages: bool = True) -> list[TrajectoryRow]:
         """Read the trajectories at `rows`, in that order.
@@ -126,10 +129,10 @@ class ShardReader:
         may be larger than all tokens.
         """
         numbers = self._validate_row_numbers(rows)
-        bounds = self._rows["offsets"]
-        ids, masks, logprobs, versions = self._read_columns(
-            _TOKEN_COLUMNS, _locate_spans(bounds, numbers)
-        )
+        columns = [*_TOKEN_COLUMNS, "record", *(["meta"] if with_messages else ())]
+        columns += [name for name in _RARE_COLUMNS if name in self._extents]
+        stored = self._read_rows_of_columns(columns, numbers)
+        ids, masks, logprobs, versions = (stored[name] for name in _TOKEN_COLUMNS)
 
         def values(dataset_name: str) -> list[Any]:
             # One conversion per column, not one per row: a batch has many short rows.
@@ -137,9 +140,9 @@ class ShardReader:
 
         row_identities = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
-        records = self.read_records(rows)
-        details = self._read_details(numbers, records) if with_messages else ()
-        slices = _compute_row_slices(bounds, numbers)
+        records = list(self._decode_rows("record", _record_decoder, stored, numbers))
+        details = self._decode_details(stored, numbers, records) if with_messages else ()
+        slices = _compute_row_slices(self._rows["offsets"], numbers)
         trajectories = [
             TrajectoryRow(
                 ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *fields
@@ -157,32 +160,28 @@ class ShardReader:
             )
         ]
         if self._has_masks:
-            masked = zip(trajectories, self._read_masks(numbers), strict=True)
-            trajectories = [replace(row, sampling_mask=mask) for row, mask in masked]
-        if ROUTES_DATASET.name in self._extents:
-            (routes,) = self._read_columns([ROUTES_DATASET.name], _locate_spans(bounds, numbers))
+            bounds = _compute_row_slices(self._rows["sampling_mask_offsets"], numbers)
+            counts, masked_ids = stored["sampling_mask_counts"], stored["sampling_mask"]
+            trajectories = [
+                replace(row, sampling_mask=SamplingMask(counts[T], masked_ids[K]))
+                if K.stop > K.start
+                else row
+                for row, T, K in zip(trajectories, slices, bounds, strict=True)
+            ]
+        if (routes := stored.get(ROUTES_DATASET.name)) is not None:
             routed = zip(trajectories, slices, strict=True)
             trajectories = [replace(row, routes_TLK=routes[T]) for row, T in routed]
         return trajectories
 
-    def _read_details(
-        self, rows: NumpyArray, records: Sequence[RowRecord]
+    def _decode_details(
+        self, stored: Columns, rows: NumpyArray, records: Sequence[RowRecord]
     ) -> tuple[Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
         schemas = self.tool_schemas
         tools = [
             {call.tools: schemas.get(call.tools) for call in record.calls if call.tools}
             for record in records
         ]
-        return self._read_json_of_rows("meta", _meta_decoder, rows), tools
-
-    def _read_masks(self, rows: NumpyArray) -> list[SamplingMask | None]:
-        token_bounds, bounds = self._rows["offsets"], self._rows["sampling_mask_offsets"]
-        (counts,) = self._read_columns(["sampling_mask_counts"], _locate_spans(token_bounds, rows))
-        (ids,) = self._read_columns(["sampling_mask"], _locate_spans(bounds, rows))
-        slices = zip(
-            _compute_row_slices(token_bounds, rows), _compute_row_slices(bounds, rows), strict=True
-        )
-        return [SamplingMask(counts[T], ids[K]) if K.stop > K.start else None for T, K in slices]
+        return self._decode_rows("meta", _meta_decoder, stored, rows), tools
 
     def _validate_row_numbers(self, rows: Sequence[int]) -> NumpyArray:
         numbers = np.asarray(rows, dtype=np.int64)
@@ -191,13 +190,16 @@ class ShardReader:
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
         return numbers
 
-    def _read_json_of_rows(
-        self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
+    def _decode_rows(
+        self,
+        dataset_name: str,
+        decoder: msgspec.json.Decoder[_JsonValue],
+        stored: Columns,
+        rows: NumpyArray,
     ) -> Iterator[_JsonValue]:
         bounds = self._rows[OFFSETS_BY_JSON_DATASET[dataset_name]]
-        (content,) = self._read_columns([dataset_name], _locate_spans(bounds, rows))
         for piece in _compute_row_slices(bounds, rows):
-            yield self._decode_json(dataset_name, decoder, content[piece])
+            yield self._decode_json(dataset_name, decoder, stored[dataset_name][piece])
 
     def _decode_json(
         self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], content: NumpyArray
@@ -211,11 +213,22 @@ class ShardReader:
                 hint=_VERIFY_HINT,
             ) from error
 
-    def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
+    def _read_rows_of_columns(self, names: Iterable[str], rows: NumpyArray) -> Columns:
+        bounds = {name: self._rows[_BOUNDS_BY_COLUMN.get(name, "offsets")] for name in names}
+        return self._read_columns({name: _locate_spans(bounds[name], rows) for name in bounds})
+
+    def _read_columns(self, spans: Mapping[str, Spans | None]) -> Columns:
+        """Read columns, whole or in pieces, with one opening of the file.
+
+        Each opening costs the metadata server of a shared file system a call.
+        """
         try:
             fault_point("shard.before_read")
             with open_regular_file(self.path) as descriptor:
-                return [_read_spans(descriptor, self._extents[name], spans) for name in names]
+                return {
+                    name: _read_spans(descriptor, self._extents[name], spans[name])
+                    for name in spans
+                }
         except OSError as error:
             raise ShardError(
                 f"cannot be read: {error}", key=str(self.path), hint=_VERIFY_HINT
